@@ -139,8 +139,7 @@ def measure(exported: Exported, run: RunConfig, split: str, at_least: int = 1) -
     samples = min(len(part), run.eval_samples or len(part))
     if samples < at_least:
         raise UserError(
-            f"{at_least} batches are needed for an interval, and there are {samples} samples; "
-            "use eval_samples=… or more data"
+            f"an interval needs {at_least} batches, and the samples are {samples}; use eval_samples=… or more data"
         )
     size = min(int(config.micro_batch_size), samples // at_least)
     model = run.in_precision(exported.model(recipe, datasets))

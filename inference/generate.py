@@ -66,7 +66,7 @@ def generation(exported: Exported, options: GenerateOptions, overrides: Sequence
         written += count
         texts.append(options.prompt * causal + text)
     seconds = time.perf_counter() - started
-    print(f"{written} tokens in {seconds:.1f} s ({written / seconds:.1f} tokens/s)", file=sys.stderr)
+    print(f"{written / seconds:.1f} tokens/s ({written} in {seconds:.1f} s)", file=sys.stderr)
     return texts
 
 

@@ -336,7 +336,7 @@ def too_few(pairs: int, planned: int) -> str:
         return ""
     if pairs < planned:
         return f"{pairs} of {planned} pairs finished, and a verdict needs {PAIRS}"
-    return f"{pairs} seeds are too few; use 5"
+    return f"a verdict needs more than {display.counted(pairs, 'seed')}; use 5"
 
 
 def _then(arms: Mapping[str, Losses], look: Look) -> dict[str, Losses]:
@@ -462,7 +462,7 @@ class Comparison:
             UsageError: there are too few seeds, the seed changes nothing, or the last digit is more than the margin.
         """
         if len(seeds) < PAIRS:
-            raise UsageError(f"{len(seeds)} seeds are too few for a verdict; use 4 or more")
+            raise UsageError(f"a verdict needs more than {display.counted(len(seeds), 'seed')}; use 4 or more")
 
         def checked(arm: str, seed: int) -> Run:
             self._check_digits([Run(**content) for content in store.of("run")])  # before more time is spent

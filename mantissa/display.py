@@ -50,9 +50,15 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 step``, ``2,000 steps``, ``3 batches``."""
+    plural = "" if number == 1 else "es" if noun.endswith(("s", "x", "ch")) else "s"
+    return f"{number:,} {noun}{plural}"
+
+
 def listed(names: Sequence[str], kind: str = "parameter") -> str:
     """Return how many there are, and the names of the first: ``4 parameters (a, b, c, …)``."""
-    return f"{len(names)} {kind}{'s' if len(names) > 1 else ''} ({shortened(names, 3)})"
+    return f"{counted(len(names), kind)} ({shortened(names, 3)})"
 
 
 def shortened(names: Sequence[str], most: int = 10) -> str:

@@ -130,7 +130,7 @@ def examine(
         raise UsageError("the model has no parameters, so there is no training step to examine")
     batches = list(islice(batches, accumulate * MOST_STEPS))
     if len(batches) < accumulate:
-        raise UsageError(f"{len(batches)} batches for accumulate={accumulate}; give at least one step's batches")
+        raise UsageError(f"accumulate={accumulate}, and batches has {len(batches)}; give at least one step's batches")
     if optimizer is not None:
         known = {id(parameter) for parameter in model.parameters()}
         if not any(id(weight) in known for weight in changed_by(optimizer)):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mantissa.display import dtype_name, listed
+from mantissa.display import counted, dtype_name, listed
 from mantissa.errors import NotFiniteError, UsageError
 from mantissa.formats import FORMATS, FP8, TF32, Format, computing_in, scaled_number
 from mantissa.tensors import changed_by, measurable, moments, wide_dtype
@@ -344,7 +344,7 @@ def _scaled(first: FirstStep, format: Format | None, rows: dict[str, str]) -> It
             converted.setdefault(number.name, []).append(name)
         elif isinstance(module, nn.Linear):
             plain.append(name)
-    rows |= {name: f"{len(modules)} modules" if modules else "none" for name, modules in converted.items()}
+    rows |= {name: counted(len(modules), "module") if modules else "none" for name, modules in converted.items()}
     asked = format.number if format and format.number.scaled else None
     if idle:
         yield f"{listed(idle, 'module')} of transformer_engine ran without fp8: enter its fp8_autocast."

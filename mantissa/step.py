@@ -52,6 +52,7 @@ class Remedies:
     deterministic = "torch.use_deterministic_algorithms(True)"
     eager = "no torch.compile"
     fresh_state = "optimizer.state.clear() before this step"
+    time_budget = "time_budget_s={0:.0f}, or --time-budget {0:.0f}s"
 
     def modules(self, names: Sequence[str]) -> str:
         """Return how these submodules come to compute in fp32."""
@@ -73,10 +74,6 @@ class Remedies:
     def rate(self, factor: float) -> str:
         """Return how the learning rate is multiplied."""
         return f"a learning rate of {factor:g} times the present one"
-
-    def time_budget(self, seconds: float) -> str:
-        """Return how an examination gets so much time."""
-        return f"time_budget_s={seconds:.0f}, or --time-budget {seconds:.0f}s"
 
 
 @dataclass(kw_only=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.utils._pytree import tree_map_only
 
-from mantissa.display import columns, listed
+from mantissa.display import columns, counted, listed
 from mantissa.doctor.diagnosis import SWEEP
 from mantissa.errors import FormatError, NotFiniteError, UsageError, check_type, described
 from mantissa.examination import PRECISIONS, Report, examine
@@ -486,7 +486,7 @@ class Watch:
     def __str__(self) -> str:
         """Return the first and the last measurement beside each other."""
         if not self.history:
-            return f"{self.number} steps, {self.skipped} skipped, none measured (every={self._every})"
+            return f"{counted(self.number, 'step')}, {self.skipped} skipped, none measured (every={self._every})"
         rows = [["", *(f"step {each.step}" for each in (self.history[0], self.history[-1]))]]
         for text, values in (
             ("loss", lambda each: {"": each.loss}),
@@ -499,7 +499,7 @@ class Watch:
             near = [name for name in sorted(last, key=last.__getitem__)[:3] if last[name] < _FAR]
             names = near if "bits" in text else list(last)
             rows += [[f"{text}{name}", f"{first.get(name, math.nan):.4g}", f"{last[name]:.4g}"] for name in names]
-        return f"{self.number} steps, {self.skipped} skipped\n{columns(rows)}"
+        return f"{counted(self.number, 'step')}, {self.skipped} skipped\n{columns(rows)}"
 
     def metrics(self) -> dict[str, float]:
         """Return the last measurement for any logger, as numbers by name; empty before the first."""

@@ -1,5 +1,4 @@
-"""Find why a run is not finite, or trains worse in 16 bits.
-
+"""Find why a run is not finite, or trains worse in 16 bits:
   python scripts/doctor.py resume=outputs/gpt2-fp16-s0
   python scripts/doctor.py recipe=gpt2 precision=fp16
 

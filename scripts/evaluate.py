@@ -1,5 +1,4 @@
-"""Evaluate a trained model.
-
+"""Evaluate a trained model:
   python scripts/evaluate.py run=outputs/gpt2-bf16-s0
 
   run=…         folder of a run, its best/, mlflow:RUN_ID, or a folder that save_pretrained wrote

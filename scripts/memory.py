@@ -1,5 +1,4 @@
-"""Forecast the memory of an optimizer step, without allocating it.
-
+"""Forecast the memory of an optimizer step, without allocating it:
   python scripts/memory.py recipe=gpt2 precision=fp32,bf16
 
 All arguments are those of train.py. A key with several values, such as precision=fp32,bf16 or

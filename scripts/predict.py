@@ -1,5 +1,4 @@
-"""Classify photos with a trained model.
-
+"""Classify photos with a trained model:
   python scripts/predict.py run=outputs/resnet-bf16-s0 path=photos
 
   run=…           folder of a run, its best/, mlflow:RUN_ID, or an exported folder (run= may be left out)

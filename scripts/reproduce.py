@@ -1,5 +1,4 @@
-"""Test published claims about mixed precision on this machine.
-
+"""Test published claims about mixed precision on this machine:
   python scripts/reproduce.py                lists the claims, and which of them this machine can test
   python scripts/reproduce.py claim=two_x    tests one, or several: claim=two_x,cpu_bf16
   python scripts/reproduce.py all=true       tests all that this machine can test

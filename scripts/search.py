@@ -1,5 +1,4 @@
-"""Search for good options with Optuna.
-
+"""Search for good options with Optuna:
   python scripts/search.py recipe=gpt2 "space.optimizer.lr=log(1e-4,1e-2)" trials=20
 
   space.<key>=…       what to try for a key: log(low,high), uniform(low,high), int(low,high) or choice(a,b,c);

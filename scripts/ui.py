@@ -1,5 +1,4 @@
-"""Show all runs side by side in MLflow.
-
+"""Show all runs side by side in MLflow:
   python scripts/ui.py
 
   port=5000   port of the page

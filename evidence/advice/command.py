@@ -17,7 +17,7 @@ from evidence.advice.timing import COMPILED, time_candidate
 from evidence.options import EQUAL_LOSS, AdviseOptions
 from evidence.runs import cpu_share_of_others, redacted_arguments
 from mantissa.commands import seconds_of
-from mantissa.display import duration
+from mantissa.display import counted, duration
 from trainer.config.compose import check_single, compose
 from trainer.config.options import parse
 from trainer.files import check_output_dir, in_use, write_json
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
         space, common = space_of(overrides, hardware)
         say(f"varied: {', '.join(space.choices) or 'nothing, all options are set'}")
         if COMPILE in space.choices:
-            say(f"ranked by the time of a run of {steps} steps, compile time included")
+            say(f"ranked by the time of a run of {counted(steps, 'step')}, compile time included")
         if not hardware.is_gpu and (share := cpu_share_of_others()) >= BUSY:
             space.notes.append(f"other processes used {share:.0%} of the CPUs; measure again on a quiet machine")
         search = Search(

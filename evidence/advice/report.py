@@ -11,7 +11,7 @@ from evidence.advice.candidates import Candidate
 from evidence.advice.search import HELPS, NO_TIME, Entry, Search
 from evidence.runs import merge_overrides
 from mantissa.compare import times
-from mantissa.display import duration, size
+from mantissa.display import counted, duration, size
 from mantissa.page import Report, Section, measured_on
 from trainer.config.compose import key_of
 
@@ -82,7 +82,7 @@ class Advice:
         if winner is base:
             setting = "no setting" + " that can be advised" * any(entry.fault for entry in search.entries.values())
             scope = f" among those measured in {duration(self.seconds)} min" * some
-            run = f" in a run of {search.steps} steps" * self.mixed
+            run = f" in a run of {counted(search.steps, 'step')}" * self.mixed
             return f"{base.label}: {setting} is clearly faster here{scope}{run}"
         interval, whole = search.interval(winner, whole=False), search.interval(winner)
         assert interval is not None and whole is not None  # noqa: PT018
@@ -90,7 +90,7 @@ class Advice:
         if winner.compile_s > base.compile_s:
             said += f"; compiling pays off after {search.pays_after(winner)} steps"
         if self.mixed:
-            said += f"; {times(whole)} as fast in a run of {search.steps} steps, compile time included"
+            said += f"; {times(whole)} as fast in a run of {counted(search.steps, 'step')}, compile time included"
         return said + "; not all settings were measured" * some
 
     def report(self) -> Report:

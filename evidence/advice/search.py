@@ -10,6 +10,7 @@ from typing import Any
 from evidence.advice.candidates import Candidate, Space
 from evidence.advice.timing import Times
 from mantissa.compare import interleave, times
+from mantissa.display import counted
 from mantissa.statistics import Interval, ratio_interval
 from trainer.errors import RunError, first_line
 
@@ -229,6 +230,6 @@ class Search:
         if found.low > 1:
             return True
         speed = f"{times(found)} as fast as {reference.label}"
-        run = f" in a run of {self.steps} steps, compile time included" * (entry.compile_s > 0)
+        run = f" in a run of {counted(self.steps, 'step')}, compile time included" * (entry.compile_s > 0)
         self.space.notes.append(f"{entry.label} was the fastest, which fresh processes did not confirm: {speed}{run}")
         return False

@@ -127,7 +127,7 @@ def notes(result: Result) -> list[str]:
         found += failures(arm.label, arm.failures)
         if arm.skipped_steps:
             steps = result.facts["steps"] * len(arm.seeds)
-            found.append(f"{arm.label}: {arm.skipped_steps} of {steps:,} steps were skipped for an overflow.")
+            found.append(f"{arm.label} skipped {arm.skipped_steps:,} of {steps:,} steps for an overflow.")
         if arm.quality.why and arm.quality.verdict != NOT_JUDGED:
             found.append(f"{arm.label}: {arm.quality.why}.")
     return [*found, *about_looks(result.looks)]

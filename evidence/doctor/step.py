@@ -39,6 +39,7 @@ class Overrides(Remedies):
     deterministic = "deterministic=true"
     eager = "compile=off"
     fresh_state = "a new run with init_from= this one, whose optimizer begins anew"
+    time_budget = "time_budget={:.0f}s"
 
     def modules(self, names: Sequence[str]) -> str:
         quoted = (name if any(map(str.isalpha, name)) else f"'{name}'" for name in names)  # 0.10 would be a number
@@ -55,9 +56,6 @@ class Overrides(Remedies):
 
     def scale(self, value: float) -> str:
         return f"scaler=dynamic scaler.init={value:.10g}"
-
-    def time_budget(self, seconds: float) -> str:
-        return f"time_budget={seconds:.0f}s"
 
 
 def step_of(trainer: Trainer) -> Step:

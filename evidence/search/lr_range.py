@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from evidence.options import FIRST, RangeOptions
+from mantissa.display import counted
 from trainer.config.compose import combinations, compose
 from trainer.config.options import parse
 from trainer.config.schema import Config
@@ -51,8 +52,8 @@ def main(arguments: list[str]) -> int:
     for label, config in configs.items():
         print(f"{label or config.name}: {options.steps} steps, lr from {options.min:g} to {options.max:g}")
         curve = range_test(config, hardware, options.min, options.max, label)
-        skipped = f", {curve.skipped_steps} steps skipped by the loss scale" if curve.skipped_steps else ""
-        print(f"  ended after {len(curve.lr)} steps: {curve.ended}{skipped}")
+        skipped = f", {counted(curve.skipped_steps, 'step')} skipped by the loss scale" if curve.skipped_steps else ""
+        print(f"  ended after {counted(len(curve.lr), 'step')}: {curve.ended}{skipped}")
         curves.append(curve)
     name = first.run_name or (first.name if len(configs) == 1 else first.recipe.name)
     folder = RunFolder.create(f"{first.output_dir}/lr_range", name).path

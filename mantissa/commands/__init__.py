@@ -13,11 +13,7 @@ def say_part(name: str) -> None:
 
 
 def seconds_of(option: str, text: str) -> float:
-    """Return the seconds that ``90s``, ``5min`` or ``2h`` means, as the value of an option such as ``time_budget=``.
-
-    Raises:
-        UsageError: it is none of these, or nothing.
-    """
+    """Return the seconds that ``90s``, ``5min`` or ``2h`` means, as a value of ``option``. Raises UsageError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
     if not found or not float(found[1]):
         raise UsageError(f"{option}{text} is not a duration; write {option}90s, {option}5min or {option}2h")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mantissa.commands import report_folder, say_part, seconds_of
-from mantissa.display import columns, quantity
+from mantissa.display import columns, counted, quantity
 from mantissa.doctor.diagnosis import CHECKS
 from mantissa.errors import UsageError
 from mantissa.examination import PRECISIONS, Report, examine
@@ -174,14 +174,17 @@ def main(arguments: list[str]) -> int:
     else:
         text = Path(options.text).read_text(errors="replace") if options.text else "\n".join(topics.values())
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or options.length
-        shape, tokenizer = (options.passes, options.batch, min(options.length, longest)), _tokenizer(options.model, text)
+        shape, tokenizer = (
+            (options.passes, options.batch, min(options.length, longest)),
+            _tokenizer(options.model, text),
+        )
         batches = text_batches(model, task, tokenizer, text, shape)
         what = (
             "random tokens, as it has no tokenizer" if tokenizer is None else options.text or "Python's documentation"
         )
     count = sum(parameter.numel() for parameter in model.parameters())
     size = " x ".join(map(str, next(iter(batches[0].values())).shape))
-    print(f"{type(model).__name__}, {quantity(count)} parameters; {len(batches)} passes over {size}: {what}")
+    print(f"{type(model).__name__}, {quantity(count)} parameters; {counted(len(batches), 'pass')} over {size}: {what}")
     folder = report_folder(options.report) if options.report else None
     reports = {}
     for name in precisions:

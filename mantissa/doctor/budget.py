@@ -85,7 +85,7 @@ class Budget:
 
     @property
     def _no_time(self) -> str:
-        return f"no time left; set more than {self._step.remedies.time_budget(self.seconds)}"
+        return f"no time left; set more than {self._step.remedies.time_budget.format(self.seconds)}"
 
     def _lacks(self, memory_bytes: float, seconds: float) -> str:
         """Return why there is no time or no memory for a part; an empty string: there is."""
@@ -95,7 +95,9 @@ class Budget:
         if left <= 0:
             return self._no_time
         if seconds > left:
-            return f"it takes about {seconds:.0f} s; set {self._step.remedies.time_budget(self.seconds + seconds)}"
+            return (
+                f"it takes about {seconds:.0f} s; set {self._step.remedies.time_budget.format(self.seconds + seconds)}"
+            )
         return ""
 
 

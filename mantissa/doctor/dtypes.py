@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mantissa.display import dtype_name
+from mantissa.display import counted, dtype_name
 from mantissa.finding import DTYPE, FORWARD, LOST, Examined, Finding
 from mantissa.step import Replay, Step
 from mantissa.tensors import relative_error
@@ -71,7 +71,7 @@ def _modules_in_half(passes: Replay, rows: list[Row]) -> Iterator[Finding]:
             found.setdefault(row.module, []).append(row)
     for module, own in found.items():
         count = sum(row.calls for row in own)
-        detail = f"precision.fp32_modules has it, and {count} operators ran in 16 bits"
+        detail = f"precision.fp32_modules has it, and {counted(count, 'operator')} ran in 16 bits"
         cure = "remove the cast to 16 bits from this module's code"
         yield _finding(passes, module, own[-1].op, own[-1].output, detail, cure)
 

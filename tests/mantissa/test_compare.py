@@ -91,8 +91,13 @@ def verdict(losses: tuple[float | None, ...], base: tuple[float | None, ...] = B
         ((NAN, *ALIKE[1:]), BASE, WORSE, OTHERS_DIVERGED.format(1)),
         ((math.inf,) * 4, BASE, WORSE, OTHERS_DIVERGED.format(4)),
         ((None, None, *ALIKE[2:]), BASE, NOT_JUDGED, "2 of 4 pairs finished, and a verdict needs 3"),
-        (ALIKE[:2], BASE[:2], NOT_JUDGED, "2 seeds are too few; use 5"),
-        ((NAN, NAN), BASE[:2], NOT_JUDGED, "2 of 2 runs diverged where the baseline's did not; 2 seeds are too few"),
+        (ALIKE[:2], BASE[:2], NOT_JUDGED, "a verdict needs more than 2 seeds; use 5"),
+        (
+            (NAN, NAN),
+            BASE[:2],
+            NOT_JUDGED,
+            "2 of 2 runs diverged where the baseline's did not; a verdict needs more than 2 seeds",
+        ),
         (ALIKE, (0.0, *BASE[1:]), NOT_JUDGED, "the baseline is 0, or on both sides of it"),
         (ALIKE, (-0.1, *BASE[1:]), NOT_JUDGED, "the baseline is 0, or on both sides of it"),
         ((-1.9, -2.0, -1.8, -1.95), tuple(-loss for loss in BASE), WORSE, ""),  # a log-density: higher is worse
@@ -332,7 +337,7 @@ def test_too_few_seeds_and_a_seed_that_changes_nothing_are_mistakes(
     """
     arms = [commands.add("fp32", lambda seed: 2.5), commands.like("same")]
     assert commands.compare(*arms, "--seeds", "2") == 2
-    assert "2 seeds are too few for a verdict; use 4 or more" in capsys.readouterr().err
+    assert "a verdict needs more than 2 seeds; use 4 or more" in capsys.readouterr().err
     assert commands.ran() == []
     assert commands.compare(*arms) == 2
     assert "fp32: val loss is 2.5 with every seed" in capsys.readouterr().err

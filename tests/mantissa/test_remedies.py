@@ -426,7 +426,11 @@ COMMANDS: list[tuple[str, str, str]] = [
     ("doctor own_loop:nothing", "must be a function that returns model, loss, batches", "doctor own_loop:step"),
     ("doctor own_loop:step --report file/here", "give another folder", "doctor own_loop:step --report here"),
     *[
-        (f"doctor own_loop:step --time-budget {wrong}", "write --time-budget 90s", "doctor own_loop:step --time-budget 90s")
+        (
+            f"doctor own_loop:step --time-budget {wrong}",
+            "write --time-budget 90s",
+            "doctor own_loop:step --time-budget 90s",
+        )
         for wrong in ("0s", "60", "long")
     ],
 ]

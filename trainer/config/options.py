@@ -45,7 +45,7 @@ def run(
     *,
     continues: bool = False,
 ) -> int:
-    """Run a script and return its exit code: that of ``main``, of a ``RunError``, 2 for a mistake, or 130 for Ctrl-C and SIGTERM.
+    """Run a script and return its exit code: that of ``main`` or of an error, or 130 for Ctrl-C and SIGTERM.
 
     Args:
         main: takes the arguments; or, where its imports take seconds, its name as ``module:function``, so that

@@ -175,7 +175,7 @@ class StepConfig:
             samples, typed = len(opened.train), self.batch_size
             epoch = Fraction(samples, typed if isinstance(typed, int) else sizes.batch_size)
         if self.epochs is not None:
-            auto, why = math.ceil(Fraction(str(self.epochs)) * epoch), f"{self.epochs:g} epochs of {samples} samples"
+            auto, why = math.ceil(Fraction(str(self.epochs)) * epoch), f"epochs={self.epochs:g} of {samples:,} samples"
         steps = number("steps", auto, why)
         if self.schedule.warmup(steps) >= max(2, steps):
             raise UserError(

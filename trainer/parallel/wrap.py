@@ -210,7 +210,7 @@ class SeveralProcesses(Parallel):
             number, processes = launched_local_rank()
             if processes > (count := torch.accelerator.device_count()):
                 raise UserError(
-                    f"torchrun started {processes} processes here, but there are {count} GPUs; "
+                    f"torchrun started {processes} processes here, more than there are GPUs; "
                     f"use --nproc-per-node={count}"
                 )
             torch.accelerator.set_device_index(number)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from mantissa.display import loss
+from mantissa.display import counted, loss
 from trainer.config.schema import Config
 from trainer.errors import UserError
 
@@ -59,7 +59,7 @@ class Scores:
     def why(self) -> str:
         """Return why early stopping ended the run."""
         best = "was never finite" if self._reference is None else f"has not been better than {loss(self._reference)}"
-        return f"{self.watched} {best} in the last {self._waited} evaluations"
+        return f"{self.watched} {best} in the last {counted(self._waited, 'evaluation')}"
 
     def check_known(self, names: Callable[[], Collection[str]], always: bool = False) -> None:
         """Check that the metrics that the user has set exist.

@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 
-from mantissa.display import size
+from mantissa.display import counted, size
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.registration import flatten
@@ -188,7 +188,7 @@ def _left(folder: RunFolder, config: Config, plan: Plan[Config]) -> tuple[Path |
         if not finished:
             raise UserError(f"steps={steps}, but {folder.path} was stopped after step {saved.step}; leave steps out")
         fewer = f"steps={steps} is below that; " if saved.step > steps else ""
-        return None, f" ({saved.step} steps); {fewer}set steps={2 * saved.step} to continue"
+        return None, f" ({counted(saved.step, 'step')}); {fewer}set steps={2 * saved.step} to continue"
     scores = Scores(plan.config)
     scores.load_state_dict(saved.progress)
     if finished and scores.exhausted:

@@ -38,7 +38,7 @@ def summary(folder: Path) -> Any:
 
 @pytest.mark.usefixtures("user_data")
 def test_epochs_count_the_steps_and_can_be_extended(succeed: Train, folder: Path) -> None:
-    assert "0.5 epochs of 20 samples" in succeed(*IMAGES, "epochs=0.5").out
+    assert "epochs=0.5 of 20 samples" in succeed(*IMAGES, "epochs=0.5").out
     assert summary(folder)["step"] == 3  # 10 samples in batches of 4
     recorded = json.loads((only_run(folder) / "config.json").read_text())
     assert (recorded["steps"], recorded["epochs"]) == (3, None)

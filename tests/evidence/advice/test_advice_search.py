@@ -90,7 +90,13 @@ class Machine:
 
     def search(self, among: Space | None = None, time_budget_s: float = 600.0, steps: int = 10**6) -> Search:
         return Search(
-            among or space(**CHOICES), steps, time_budget_s, self.time, self.check_up, self.said.append, lambda: self.now
+            among or space(**CHOICES),
+            steps,
+            time_budget_s,
+            self.time,
+            self.check_up,
+            self.said.append,
+            lambda: self.now,
         )
 
 
@@ -112,7 +118,7 @@ def test_the_changes_that_help_are_combined_and_six_fresh_pairs_confirm_the_winn
     said = advice.sentence()
     assert said.startswith(f"{BEST}: 4.167x as fast as the default, 50% less memory, numerics healthy; compiling")
     assert "; compiling pays off after 658 steps; 4.1" in said
-    assert said.endswith("as fast in a run of 1000000 steps, compile time included")
+    assert said.endswith("as fast in a run of 1,000,000 steps, compile time included")
 
 
 def test_the_default_is_timed_again_so_that_a_machine_that_slows_down_hides_no_change() -> None:

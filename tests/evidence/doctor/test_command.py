@@ -158,7 +158,8 @@ def test_what_there_is_no_time_for_is_named(finished: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("remedies", "advice"), [(Overrides(), "time_budget=140s"), (Remedies(), "time_budget_s=140, or --time-budget 140s")]
+    ("remedies", "advice"),
+    [(Overrides(), "time_budget=140s"), (Remedies(), "time_budget_s=140, or --time-budget 140s")],
 )
 def test_what_takes_too_long_says_how_much_time_to_give(remedies: Remedies, advice: str) -> None:
     step: Any = SimpleNamespace(free_bytes=lambda: 1, remedies=remedies)

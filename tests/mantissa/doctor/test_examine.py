@@ -290,7 +290,7 @@ def test_batches_of_any_nesting_and_no_optimizer() -> None:
         ({"precision": "quarter"}, "precision='quarter' is unknown"),
         ({"precision": torch.optim.SGD(Own().parameters())}, "precision must be one of fp32, .* is of type SGD"),
         ({"time_budget_s": 0}, "time_budget_s=0 must be more than 0"),
-        ({"batches": []}, "0 batches"),
+        ({"batches": []}, "batches has 0"),
         ({"optimizer": torch.optim.SGD(Own().parameters(), 0.1)}, "no parameter of this model"),
         ({"model": nn.ReLU()}, "no parameters"),
         ({"model": Own().requires_grad_(False)}, "leave requires_grad of some parameters on"),
