@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mantissa.commands import seconds_of
-from mantissa.display import loss, mebibytes
+from mantissa.display import counted, loss, mebibytes
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,10 @@ def test_a_huge_perplexity_has_no_hundred_digits(value: float, shown: str) -> No
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("5min", 300), ("1.5h", 5400)])
 def test_a_duration_has_a_unit(text: str, seconds: float) -> None:
     assert seconds_of("time_budget=", text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "shown"), [(1, "step", "1 step"), (2000, "step", "2,000 steps"), (0, "batch", "0 batches")]
+)
+def test_a_number_and_its_noun_agree(number: int, noun: str, shown: str) -> None:
+    assert counted(number, noun) == shown

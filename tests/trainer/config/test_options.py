@@ -120,4 +120,5 @@ def test_every_script_has_help_and_refuses_a_mistake(
         assert ended.value.code == 2 * mistake
         out, err = capsys.readouterr()
         assert (f"python scripts/{name}.py" in out, "Exit code: 0" in out) == 2 * (not mistake,)
+        assert "`" not in out
         assert err.startswith("error: --mistake") == bool(mistake)
