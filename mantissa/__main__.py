@@ -8,9 +8,9 @@ from importlib import import_module
 from mantissa.errors import FormatError, UsageError
 
 COMMANDS = {
-    "doctor": "what precision does to a training step of your model",
-    "compare": "whether two commands train equally well: precisions, commits, versions of torch",
-    "checkup": "which precisions a model of transformers can be trained in, and what cures the others",
+    "doctor": "examines a training step of your model: what breaks in 16 bits, where, and what cures it",
+    "compare": "says whether two commands train equally well: precisions, commits, versions of torch",
+    "checkup": "says in which precisions a transformers model can be trained, and what cures the others",
 }
 """By name, with a line of help; each is a module ``mantissa.commands.NAME`` with ``main(arguments) -> int``."""
 
@@ -24,6 +24,7 @@ def main(arguments: list[str]) -> int:
             return 2
         print("python -m mantissa COMMAND …    (COMMAND --help says more)\n")
         print("\n".join(f"  {command:<9} {text}" for command, text in COMMANDS.items()))
+        print("\nThese are for any trainer. For the recipes of this repository: python scripts/compare.py --help")
         return 0
     sys.path.insert(0, "")  # the user's modules, as `python script.py` finds them
     try:

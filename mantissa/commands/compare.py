@@ -28,6 +28,7 @@ folder, commit or interpreter: "cd old && python train.py --seed {SEED}".
 
 A command that is given again runs with other seeds (plus {SEED_SHIFT}), which shows the noise. What has ended is kept:
 the same command continues after a stop, and more --seeds continue a comparison with stricter tests.
+To compare overrides of a recipe of this repository: python scripts/compare.py --help
 
 Exit code: 0 where all are EQUIVALENT to the first, 1 where not, 2 for a mistake, 130 when interrupted.
 """
@@ -55,13 +56,13 @@ def main(arguments: list[str]) -> int:
         "python -m mantissa compare", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("commands", nargs="+", help=f'shell commands, such as "python train.py --seed {SEED}"')
-    parser.add_argument("--metric", required=True, help="regular expression; its last match counts: 'loss ([0-9.]+)'")
-    parser.add_argument("--step", help="the same for steps: 'step ([0-9]+)'; adds how many each takes to be as good")
+    parser.add_argument("--metric", required=True, help="regular expression whose last match counts: 'loss ([0-9.]+)'")
+    parser.add_argument("--step", help="the same for steps, 'step ([0-9]+)': adds how many each takes to be as good")
     parser.add_argument("--seeds", type=int, default=4, help="how many (default: 4)")
     parser.add_argument("--margin", type=float, default=0.003, help="a difference too small to matter (default: 0.003)")
     parser.add_argument("--higher-is-better", action="store_true", help="the metric is one such as accuracy")
     parser.add_argument("--timeout", type=float, help="seconds after which a run is ended, and has failed")
-    parser.add_argument("--report", type=Path, default=Path("mantissa-compare"), help="folder of runs and report")
+    parser.add_argument("--report", type=Path, default=Path("mantissa-compare"), help="folder of the runs and the report (default: mantissa-compare)")
     options = parser.parse_args(arguments)
     arms = _arms(options.commands)
     _name_of(options.step or options.metric)  # whether it is an expression

@@ -40,6 +40,7 @@ def test_help_explains(arguments: str, shown: str, left_out: str, train: Train) 
     assert (done.code, bool(done.out)) in ((0, True), (2, False))
     assert shown in done.out + done.err
     assert left_out not in done.out + done.err
+    assert "`" not in done.out
 
 
 def test_the_page_of_options_is_up_to_date() -> None:
