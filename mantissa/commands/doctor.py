@@ -15,14 +15,15 @@ from mantissa.errors import UsageError
 from mantissa.examination import PRECISIONS, examine
 from mantissa.formats import format_name
 
+
 def main(arguments: list[str]) -> int:
     """Examine, print the report and write its page; return the exit code of its verdict."""
     parser = argparse.ArgumentParser(
         "python -m mantissa doctor",
-        description="Examine one training step of a model. For a recipe of this repository: python scripts/doctor.py --help",
+        description="Examine one training step of a model. For a recipe: python scripts/doctor.py --help",
     )
-    parser.add_argument("function", help="module:function that returns model, loss, batches and, if you like, the optimizer")
-    parser.add_argument("--precision", default="bf16", type=format_name, choices=PRECISIONS, help="of the training (default: bf16)")
+    parser.add_argument("function", help="module:function, which returns model, loss, batches and maybe the optimizer")
+    parser.add_argument("--precision", default="bf16", type=format_name, choices=PRECISIONS, help="default: bf16")
     parser.add_argument("--scale", type=float, help="the loss scale (default: 65536 with fp16, else 1)")
     parser.add_argument("--fixed-scale", action="store_true", help="the loss scale stays: no scaler lowers it")
     parser.add_argument("--time-budget", default="60s", help="for the checks, such as 90s or 5min (default: 60s)")
