@@ -47,9 +47,16 @@ def test_the_page_of_options_is_up_to_date() -> None:
     page = help.markdown()
     assert (PROJECT / "docs" / "options.md").read_text(encoding="utf-8") == page, "run: python -m trainer.config.help"
     rows = [re.split(r" (?<!\\)\| ", line) for line in page.splitlines() if line.startswith("| `")]
-    explained = {row[0].split("`")[1] for row in rows if len(row) == 4 and len(row[3]) > 9}
+    explained = {row[0].split("`")[1] for row in rows if len(row) > 2 and len(row[-1]) > 9}
     inner = {key.rpartition(".")[0] for key in known_options()}  # groups, and options within an option
     assert explained == known_options().keys() - inner
+    for row in (
+        r"`steps` | int \| auto | `auto` (`2` with `debug=fast`; `100` with `debug=overfit`)",
+        "`optimizer.weight_decay` | float | `0.1` (`0.0` with `adafactor`, `adam`, `rmsprop`; `0.02` with `lamb`; ",
+        "`recipe.dropout` | `bert`, `gpt2`, `t5` | float | `0.0` (`0.1` with `bert`, `t5`)",
+        "`schedule.rise` | `onecycle` | float | `0.3`",
+    ):
+        assert f"\n| {row}" in page
 
 
 @pytest.mark.parametrize(("group", "file"), [("recipe", "docs/recipes.md"), ("precision", "docs/precision.md")])
