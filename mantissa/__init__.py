@@ -23,6 +23,7 @@ _HOMES = {
     "precision_gate": "gate",
 }
 """The modules of the public names, which are imported when they are asked for."""
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

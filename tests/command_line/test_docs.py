@@ -18,6 +18,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed.run as torchrun
 
+import mantissa
+import trainer
 from evidence.search.space import PREFIX, check_space, parse_space
 from tests.command_line.conftest import Train
 from tests.helpers import PROJECT
@@ -150,6 +152,12 @@ def test_the_commands_of_a_page_run(
         done = train(*typed, *added)
         assert done.code == 0, f"{command}\n{done.out}{done.err}"
         assert done.out
+
+
+def test_the_page_of_the_api_has_the_public_names() -> None:
+    page = (PROJECT / "docs" / "api.md").read_text(encoding="utf-8")
+    public = [f"{package.__name__}.{name}" for package in (mantissa, trainer) for name in package.__all__]
+    assert sorted(re.findall(r"^::: ((?:mantissa|trainer)\.\w+)$", page, re.MULTILINE)) == sorted(public)
 
 
 def test_every_command_is_run_here_or_elsewhere() -> None:
