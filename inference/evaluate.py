@@ -33,7 +33,7 @@ from trainer.metrics import Metrics, reported
 from trainer.parallel.world import World
 from trainer.precision.kernels import in_short
 from trainer.terminal import on_error_stream, work
-from trainer.tracking.plots import plain
+from trainer.tracking.plots import bare_figure, plain
 
 CLASSES_SHOWN = 30
 """Classes in the terminal's table; of more, those with the lowest F1."""
@@ -214,7 +214,6 @@ def write_classes(folder: Path, result: Measured) -> None:
     They have the classes that occur or were given; a number without a denominator is left out.
     """
     import pandas as pd
-    from matplotlib.figure import Figure
     from sklearn.metrics import ConfusionMatrixDisplay, confusion_matrix, precision_recall_fscore_support
 
     labels, given = (torch.cat(parts).cpu().numpy() for parts in zip(*result.given, strict=True))
@@ -228,12 +227,10 @@ def write_classes(folder: Path, result: Measured) -> None:
     cells = confusion_matrix(labels, given, labels=found)
     pd.DataFrame(cells, names, names).to_csv(folder / "confusion.csv", index_label="class \\ given")
     side = min(14.0, 3 + 0.42 * len(names))
-    figure = Figure(figsize=(side, side), dpi=110, layout="constrained")
-    axes = figure.subplots()
+    figure, axes = bare_figure(side, side)
     ConfusionMatrixDisplay.from_predictions(
         labels,
         given,
-        labels=found,
         display_labels=list(map(plain, names)),
         normalize="true",  # so that small classes show
         include_values=len(names) <= NAMES_DRAWN // 2,
@@ -243,6 +240,9 @@ def write_classes(folder: Path, result: Measured) -> None:
         ax=axes,
         colorbar=False,
     )
+    axes.set(xlabel="predicted", ylabel="true", title=f"{100 * np.mean(labels == given):.1f} % of {len(labels):,}")
+    for share in axes.texts:
+        share.set_visible(share.get_text() != "0.00")
     if len(names) > NAMES_DRAWN:
         axes.set(xticks=[], yticks=[])
     figure.savefig(folder / "confusion.png")

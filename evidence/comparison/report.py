@@ -28,7 +28,9 @@ def report(result: Result, plots: Sequence[Plot] = ()) -> Report:
         Section("How it was measured", method(result), folded=True),
     ]
     origin = measured_on(*(result.facts[key] for key in ("hardware", "versions", "git")))
-    return Report("Comparison", result.plan.name, lead(result), result.facts["command"], origin, sections)
+    arms = " and ".join(arm.label for arm in result.plan.arms[1:])
+    title = f"{arms} against {result.plan.baseline}, {result.facts['recipe']}"
+    return Report("Comparison", title, lead(result), result.facts["command"], origin, sections)
 
 
 def write_report(result: Result) -> list[Path]:

@@ -81,10 +81,9 @@ def _exponents(what: str, layers: list[Exponents], scale: float | None) -> Plot:
     used = np.flatnonzero(shares.any(0)) + LOWEST
     limits = [used[0], used[-1] + 1.0]
     if scale is not None:
-        ends = {"0 below": -24 - math.log2(scale), "infinite above": 16 - math.log2(scale)}
-        for (name, place), color in zip(ends.items(), (COLORS[4], INK), strict=True):
-            axes.axvline(place, color=color, linewidth=1.4, label=f"{name}, scale {scale:.10g}")
-        limits += ends.values()
+        for size, exponent, color in (("small", -24, COLORS[4]), ("large", 16, INK)):
+            limits.append(exponent - math.log2(scale))
+            axes.axvline(limits[-1], color=color, linewidth=1.4, label=f"too {size} for fp16, scale {scale:.10g}")
         _legend(figure)
     axes.set_xlim(min(limits) - 1, max(limits) + 1)
     axes.set_xlabel("exponent of the gradient, to base 2", color=QUIET)

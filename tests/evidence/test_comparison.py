@@ -440,6 +440,7 @@ def test_the_files_of_a_comparison(reported: Callable[..., Result]) -> None:
     assert html.count("<svg") == 2
     assert '<tr><th scope="row">bf16</th><td class="good">EQUIVALENT</td>' in html
     assert "commit 0123456789" in html
+    assert "<h1>tf32 and bf16 and fp16 and compiled against fp32, gpt2</h1>" in html
 
 
 def test_when_all_failed_there_is_still_a_report(reported: Callable[..., Result]) -> None:
