@@ -18,7 +18,7 @@ PAGES = {
     "SECURITY.md": "security.md",
 }
 """Pages of the site by their files in the root."""
-LINK = re.compile(r"(?<=\])\(([^)#\s:]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"(?<=\])\(([^)#\s:]+)((?:#[^)\s]*)?)\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -35,12 +35,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
     def target(found: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), found[1]))
-        anchor = found[2] or ""
         inside = PAGES.get(path) or ("index.md" if path == "docs/README.md" else path.removeprefix("docs/"))
         if path in PAGES or path.startswith("docs/"):
-            return f"({posixpath.relpath(inside, posixpath.dirname(own))}{anchor})"
+            return f"({posixpath.relpath(inside, posixpath.dirname(own))}{found[2]})"
         if not (ROOT / path).exists():
             return found[0]  # mkdocs says that it leads nowhere
-        return f"({config.repo_url.rstrip('/')}/blob/main/{path}{anchor})" if config.repo_url else ""
+        return f"({config.repo_url.rstrip('/')}/blob/main/{path}{found[2]})" if config.repo_url else ""
 
     return LINK.sub(target, markdown)
