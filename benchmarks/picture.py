@@ -5,60 +5,47 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mantissa.page import ALARM, INK, MARGIN, QUIET, RULE
+from mantissa.page import ALARM, INK, QUIET, RULE
 from mantissa.statistics import EQUIVALENT, WORSE
-from trainer.tracking.plots import COLORS
+from trainer.tracking.plots import COLORS, bare_figure
 
 COMPARISON = "precisions"
-PANELS = (
-    ("speed", "speed over fp32, faster →", (0, 2.5)),
-    ("memory", "← memory over fp32", (0, 1.4)),
-    ("validation loss", "← change of loss, %", (-0.5, 1.2)),
-)
-"""Each quantity from the left to the right, with the words and the limits of its axis."""
-BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-"""The box of a text, so that no line crosses it."""
+MEASURED = ("speed", "memory", "validation loss")
 VERDICTS = {EQUIVALENT: "#137333", WORSE: ALARM}
+CLEAR = {"va": "center", "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1}}
+"""Style of a text that lines do not cross."""
 
 
 def draw(machines: dict[str, dict[str, Any]], path: Path) -> None:
-    """Draw what was measured, by name, of each machine, by title: bars of ratios, and points beside their verdicts."""
-    from matplotlib.figure import Figure
-
-    lines: list[tuple[str, str]] = []  # machine and arm; without an arm, its title
+    """Draw the speed of each precision on each machine, by title; beside it memory, and the verdict on its loss."""
+    figure, axes = bare_figure(8, 1)
+    rows, beside = dict[float, str](), axes.get_yaxis_transform()
+    y = 0.0
     for machine, measured in machines.items():
         arms = dict.fromkeys(name.split(", ")[1] for name in measured if name.startswith(f"{COMPARISON}, "))
-        lines += [(machine, arm) for arm in ("", *arms)] if arms else []
-    colors = dict(zip(dict.fromkeys(arm for _, arm in lines if arm), COLORS, strict=False))
-    figure = Figure(figsize=(8, 0.8 + 0.3 * len(lines)), dpi=150, layout="constrained")
-    panels = figure.subplots(1, len(PANELS), sharey=True, width_ratios=(5, 3, 3))
-    for axes, (quantity, label, limits) in zip(panels, PANELS, strict=True):
-        axes.set(xlabel=label, xlim=limits, ylim=(len(lines) - 0.4, -0.6), axisbelow=True)
-        axes.set_yticks(range(len(lines)), [arm.removesuffix(" / fp32") for _, arm in lines], color=INK)
-        axes.spines[:].set_visible(False)
-        axes.tick_params(length=0, labelsize=11)
-        axes.grid(axis="x", color=RULE)
-        for y, (machine, arm) in enumerate(lines):
-            if not arm and axes is panels[0]:
-                axes.text(0, y + 0.1, machine, color=INK, weight="bold", va="center", bbox=BEHIND)
-            if found := machines[machine].get(f"{COMPARISON}, {arm}, {quantity}"):
-                value, verdict = found["value"], found.get("verdict")
-                ends = {"xerr": [[value - found["low"]], [found["high"] - value]], "capsize": 3}
-                beside = {
-                    "textcoords": "offset points",
-                    "xytext": (6, 0),
-                    "va": "center",
-                    "fontsize": 11,
-                    "bbox": BEHIND,
-                }
-                if verdict:
-                    axes.axvspan(-0.3, 0.3, color=MARGIN, zorder=0)
-                    axes.errorbar(value, y, fmt="o", color=colors[arm], **ends)
-                    place, color = (1, y), VERDICTS.get(verdict, QUIET)
-                    axes.annotate(verdict.lower(), place, xycoords=axes.get_yaxis_transform(), color=color, **beside)
-                else:
-                    axes.axvline(1, color=INK, linewidth=1)
-                    axes.barh(y, value, color=colors[arm], height=0.7)
-                    axes.errorbar(value, y, color=INK, **ends)
-                    axes.annotate(f"{value:.2f}x", (found["high"], y), color=INK, **beside)
+        if arms:
+            axes.text(0, y, machine, color=INK, weight="bold", **CLEAR)
+        for color, arm in zip(COLORS, arms, strict=False):
+            y += 1
+            rows[y] = arm.removesuffix(" / fp32")
+            speed, memory, loss = (measured.get(f"{COMPARISON}, {arm}, {what}") for what in MEASURED)
+            if speed:
+                value, low, high = (speed[end] for end in ("value", "low", "high"))
+                axes.barh(y, value, color=color, height=0.7)
+                axes.errorbar(value, y, xerr=[[value - low], [high - value]], color=INK, capsize=3)
+                axes.text(high + 0.04, y, f"{value:.2f}x", color=INK, **CLEAR)
+            if memory:
+                axes.text(1.03, y, f"{memory['value']:.2f}x", transform=beside, color=INK, **CLEAR)
+            if loss:
+                words, color = f"{loss['value']:+.2f} % {loss['verdict'].lower()}", VERDICTS.get(loss["verdict"], QUIET)
+                axes.text(1.17, y, words, transform=beside, color=color, **CLEAR)
+        y += 1.3 * bool(arms)
+    for x, words in ((1.03, "memory"), (1.17, "validation loss")):
+        axes.text(x, -0.3, words, transform=beside, color=QUIET, **CLEAR)
+    axes.axvline(1, color=INK, linewidth=1)
+    axes.set(xlabel="speed over fp32, faster →", xlim=(0, 2.5), ylim=(y - 0.5, -0.8))
+    axes.set_yticks(list(rows), list(rows.values()), color=INK)
+    axes.grid(axis="x", color=RULE)
+    axes.spines[:].set_visible(False)
+    figure.set_size_inches(8, 0.7 + 0.28 * y)
     figure.savefig(path, metadata={"Software": None})

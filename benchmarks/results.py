@@ -112,12 +112,8 @@ def shown(name: str, found: dict[str, Any]) -> str:
     is_change, is_large = unit == "%" and "loss" in name, abs(ends[0]) >= (10 if unit == "x" else 100)
     digits = "+z.2f" if is_change else ",.0f" if is_large else ".2f" if unit == "x" else ".3g"
     middle, low, high = (f"{end:{digits}}" for end in ends)
-    words = (
-        f"{middle}{' ' if unit != 'x' else ''}{unit}",
-        f"[{low}, {high}]" * (low != high),
-        found.get("verdict", ""),
-    )
-    return " ".join(" ".join(words).split())
+    interval = f"[{low}, {high}] " if low != high else ""
+    return f"{middle}{' ' if unit != 'x' else ''}{unit} {interval}{found.get('verdict', '')}".replace("  ", " ").strip()
 
 
 def brief(name: str, found: dict[str, Any]) -> str:
