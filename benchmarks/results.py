@@ -5,7 +5,7 @@
   python benchmarks/results.py outputs/reproduce/NAME  or a tested claim
 
 A measurement of code with uncommitted changes is not kept: others could not run it. results/tables.yaml says which
-measurements a table has, and names them in words.
+measurements a table has, and names them and the machines in words.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from trainer.hardware import Hardware, detect
 from trainer.run.provenance import git_facts, versions
 
 RESULTS = PROJECT / "results"
-INSTRUCTIONS = {"amx_bf16": ("amx", "AMX"), "avx512_bf16": ("avx512-bf16", "AVX-512 BF16")}
-"""What a CPU multiplies bf16 with, the fastest first: in the name of a file, and in words."""
 Machines = dict[str, dict[str, dict[str, Any]]]
 """What was measured by its name, of each machine by its title."""
 
@@ -42,20 +40,10 @@ def machine_name(hardware: Hardware) -> str:
     name = re.sub(r"\((r|tm)\)|cpu @.*", "", hardware.name.lower())
     parts = [re.sub(r"[^a-z0-9]+", "-", name).strip("-") or "unknown"]
     if not hardware.is_gpu:
-        parts += [short for flag, (short, _) in INSTRUCTIONS.items() if flag in hardware.cpu_flags][:1]
+        instructions = {"amx_bf16": "amx", "avx512_bf16": "avx512-bf16"}
+        parts += [name for flag, name in instructions.items() if flag in hardware.cpu_flags][:1]
         parts.append(f"{hardware.cpu_cores}-cores")
     return "-".join(parts)
-
-
-def title(hardware: dict[str, Any]) -> str:
-    """Return the name of a machine in a table: ``Xeon with AMX``; of a CPU with other than two cores also these."""
-    name = " ".join(re.sub(r"\(\w+\)|\b(AMD|Intel|Processor|CPU)\b|@.*", " ", hardware["name"]).split())
-    if hardware["device"] != "cpu":
-        return name
-    fastest = next((words for flag, (_, words) in INSTRUCTIONS.items() if flag in hardware["cpu_flags"]), "")
-    name += f" with {fastest}" if fastest else " without 16-bit instructions"
-    name += ", no AMX" if fastest == "AVX-512 BF16" and "Intel" in hardware["name"] else ""
-    return name if hardware["cpu_cores"] == 2 else f"{name}, {hardware['cpu_cores']} cores"
 
 
 def keep(hardware: Hardware, command: str, measured: dict[str, dict[str, Any]]) -> str:
@@ -149,19 +137,21 @@ def filled_table(table: dict[str, Any], machines: Machines, cell: Callable[..., 
 
 
 def read_machines() -> Machines:
-    """Return what was measured, by machine: GPUs, then CPUs by their instructions."""
+    """Return what was measured, by the titles of machines in their order, then by the names of other files."""
+    found = {path.stem: read_json(path)["measurements"] for path in sorted(RESULTS.glob("*.json"))}
+    titles = read_tables()["machines"]
+    return {titles.get(name, name): found[name] for name in dict.fromkeys([*titles, *found])}
 
-    def rank(machine: dict[str, Any]) -> list[Any]:
-        here = machine["hardware"]
-        return [here["device"] == "cpu", *(flag not in here["cpu_flags"] for flag in INSTRUCTIONS), machine["machine"]]
 
-    found = sorted(map(read_json, RESULTS.glob("*.json")), key=rank)
-    return {title(machine["hardware"]): machine["measurements"] for machine in found}
+def read_tables() -> dict[str, Any]:
+    """Return titles of machines, and the rows of each table with their words."""
+    return dict(yaml.safe_load((RESULTS / "tables.yaml").read_text(encoding="utf-8")))
 
 
 def blocks(machines: Machines) -> dict[Path, str]:
     """Return the tables of each page. What has no row is in a table of its own, by its name."""
-    front, *tables = yaml.safe_load((RESULTS / "tables.yaml").read_text(encoding="utf-8"))
+    given = read_tables()
+    front, tables = given["front"], given["tables"]
     known = [form for table in tables for form in forms(table)]
     names = dict.fromkeys(name for measured in machines.values() for name in measured)
     if others := [name for name in names if not any(form.fullmatch(name) for form in known)]:

@@ -21,7 +21,6 @@ from benchmarks.results import (
     read_folder,
     read_machines,
     shown,
-    title,
 )
 from tests.helpers import CPU
 from trainer.errors import UserError
@@ -40,24 +39,14 @@ def test_a_cpu_is_named_with_its_bf16_instructions() -> None:
         assert machine_name(cpu) == f"amd-epyc-{words}2-cores"
 
 
-@pytest.mark.parametrize(
-    ("name", "flags", "cores", "words"),
-    [
-        ("Intel(R) Xeon(R) Processor", {"amx_bf16", "avx512_bf16"}, 2, "Xeon with AMX"),
-        ("Intel(R) Xeon(R) Processor", {"avx512_bf16"}, 2, "Xeon with AVX-512 BF16, no AMX"),
-        ("AMD EPYC", {"avx512_bf16"}, 2, "EPYC with AVX-512 BF16"),
-        ("AMD EPYC", set(), 2, "EPYC without 16-bit instructions"),
-        ("AMD EPYC 9654 CPU @ 2.40GHz", set(), 8, "EPYC 9654 without 16-bit instructions, 8 cores"),
-    ],
-)
-def test_a_machine_has_a_name_for_people(name: str, flags: set[str], cores: int, words: str) -> None:
-    assert title(replace(CPU, name=name, cpu_cores=cores, cpu_flags=frozenset(flags)).facts()) == words
-    assert title({"name": "NVIDIA H200", "device": "cuda:0"}) == "NVIDIA H200"
-
-
-def test_machines_are_in_the_order_of_their_instructions() -> None:
-    words = [machine.partition(" with")[2] for machine in read_machines()]
-    assert words == sorted(words, key=lambda each: ("AMX" not in each or "no AMX" in each, each.startswith("out")))
+def test_machines_have_titles_in_an_order_and_another_one_is_shown_by_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    (tmp_path / "tables.yaml").write_text("machines: {fast: with AMX, a-slow-one: without}")
+    for name in ("a-new-one", "a-slow-one", "fast"):
+        (tmp_path / f"{name}.json").write_text('{"measurements": {}}')
+    assert list(read_machines()) == ["with AMX", "without", "a-new-one"]
 
 
 @pytest.mark.parametrize(
