@@ -18,7 +18,10 @@ DOCS   ?= .venv-docs
 # Tests at a time, for two cores: many of them wait for processes that they start.
 TESTS  ?= 3
 CONSTRAINTS := constraints.txt
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
+# uv where it is installed, else pip; both show what they download. `make UV=` takes pip.
+UV     ?= $(shell uv --version >/dev/null 2>&1 && command -v uv)
+INSTALL = $(if $(UV),"$(UV)" pip install --python $(BIN)/python,$(BIN)/python -m pip install --disable-pip-version-check) \
+          --constraint $(CONSTRAINTS)
 
 .PHONY: train test test-oldest docs release ui bench bench-peers setup clean
 
@@ -64,15 +67,15 @@ $(VENV)/bin/python:
 
 $(VENV)/.run: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	@echo "installing into $(VENV) (torch with CUDA is some 5 GB: minutes the first time)"
-	$(INSTALL) --editable ".[recipes]"
+	$(INSTALL) $(if $(wildcard $@),--quiet) --editable ".[recipes]"
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(INSTALL) --editable ".[test]"
+	$(INSTALL) --quiet --editable ".[test]"
 	@touch $@
 
 $(VENV)/.peers: $(VENV)/.run
-	$(INSTALL) --editable ".[peers]"
+	$(INSTALL) --quiet --editable ".[peers]"
 	@touch $@
 
 clean:

@@ -9,8 +9,7 @@
   time_budget=60s   for the checks (such as 90s or 5min), after the step is reached; what does not fit is named
 All other arguments are those of train.py. The run is not changed; the report goes to <run>/doctor/step-N.
 For a model that is no recipe: python -m mantissa doctor --help
-Exit code: 0 HEALTHY, 7 FOUND, 8 NOT REPRODUCED, 3 CRASHED or INCOMPLETE, 2 for a user error, 1 when it failed,
-130 when interrupted.
+Exit code: 0 HEALTHY, 7 FOUND, 8 NOT REPRODUCED, 3 INCOMPLETE or CRASHED, 2 for a user error, 130 when interrupted.
 """
 
 import sys

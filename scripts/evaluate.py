@@ -1,8 +1,7 @@
 """Evaluate a trained model:
   python scripts/evaluate.py run=outputs/gpt2-bf16-s0
 
-  run=…         folder of a run, its best/, mlflow:RUN_ID, or a folder that save_pretrained wrote
-                (run= may be left out)
+  run=…         folder of a run, its best/, mlflow:RUN_ID, or a folder of save_pretrained (run= may be left out)
   split=valid   or test, train, all
   output=…      folder of evaluation.json and the tables (default: evaluation/ in the run's folder)
 Everything else is as in training, but for what you set: data=… data.path=… precision=… eval_samples=…

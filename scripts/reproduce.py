@@ -8,8 +8,7 @@
   data.path=…    and other overrides that a claim needs
 The published figure is printed beside the measured one, with a verdict if the claim's own statement was tested.
 After a stop, the same command continues, at the same commit.
-Exit code: 0 whatever the verdict, 1 when a run failed, 2 for a user error or a claim that needs another machine,
-130 when interrupted.
+Exit code: 0 whatever the verdict, 1 when a run failed, 2 for a user error or an untestable claim, 130 when interrupted.
 """
 
 import sys

@@ -1,8 +1,7 @@
 """Search for good options with Optuna:
   python scripts/search.py recipe=gpt2 "space.optimizer.lr=log(1e-4,1e-2)" trials=20
 
-  space.<key>=…       what to try for a key: log(low,high), uniform(low,high), int(low,high) or choice(a,b,c);
-                      one for each key
+  space.<key>=…       for each key to search: log(low,high), uniform(low,high), int(low,high) or choice(a,b,c)
   trials=20           trials of the whole study; each is a run with a folder of its own
   pruner=median       ends a trial that is worse than the median of the earlier ones; or none
   metric=valid/loss   what is compared, at each trial's best checkpoint; another one is valid/top1

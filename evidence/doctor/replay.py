@@ -9,7 +9,6 @@ from itertools import islice
 from typing import Any
 
 from evidence.doctor.step import step_of
-from mantissa.display import counted
 from mantissa.doctor.diagnosis import TakenStep
 from mantissa.examination import take
 from trainer.checkpoint import store
@@ -34,9 +33,7 @@ def of_overrides(overrides: Sequence[str], step: int) -> tuple[TakenStep, Config
     trainer = Trainer.from_config(config)
     wanted = max(1, step)
     if wanted > trainer.plan.steps:
-        raise UserError(
-            f"step={wanted}: the run has {counted(trainer.plan.steps, 'step')}; set steps={wanted}, or step=1"
-        )
+        raise UserError(f"step={wanted}: the run ends at step {trainer.plan.steps}; set steps={wanted}, or step=1")
     return _take(config, trainer, wanted, None), config
 
 
@@ -63,9 +60,7 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> tuple[TakenStep,
     last = max([int(summary.get("step", 0)), *store.steps(folder.checkpoints)])
     wanted = step or failed or last + 1
     if wanted > trainer.plan.steps + 1:
-        raise UserError(
-            f"step={wanted}: {folder.path} has {counted(trainer.plan.steps, 'step')}; set step={trainer.plan.steps}"
-        )
+        raise UserError(f"step={wanted}: {folder.path} ends earlier; set step={trainer.plan.steps}")
     taken = _take(config, trainer, wanted, folder)
     taken.notes += _differences(summary)
     taken.finished = not step and not failed and summary.get("status") == "FINISHED"
@@ -108,7 +103,7 @@ def _go_to(trainer: Trainer, step: int, folder: RunFolder | None) -> tuple[str, 
     began = _restore(folder, trainer, step)
     left = step - 1 - trainer.step
     if left:
-        print(f"replaying {counted(left, 'step')} from {began} …")
+        print(f"replaying {left} step{'s' * (left > 1)} from {began} …")
     for microbatches in islice(trainer.batches(), left):
         try:
             record = trainer.train_step(microbatches)

@@ -135,10 +135,7 @@ def parse_memory_budget(text: str, hardware: Hardware) -> int:
         return there
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT]i?B)", text, re.IGNORECASE)
     if not found or not float(found[1]):
-        raise UserError(
-            f"memory_budget={text} is not an amount of memory; "
-            "write memory_budget=8GiB, memory_budget=500MiB or memory_budget=device"
-        )
+        raise UserError(f"memory_budget={text} is not a size; write memory_budget=8GiB or memory_budget=device")
     wanted = int(float(found[1]) * _UNITS[found[2].upper()])
     if wanted > there:
         held = f"{hardware.name} {'has' if hardware.is_gpu else 'has free now'}, {size(there)}"

@@ -174,10 +174,8 @@ def main(arguments: list[str]) -> int:
     else:
         text = Path(options.text).read_text(errors="replace") if options.text else "\n".join(topics.values())
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or options.length
-        shape, tokenizer = (
-            (options.passes, options.batch, min(options.length, longest)),
-            _tokenizer(options.model, text),
-        )
+        shape = (options.passes, options.batch, min(options.length, longest))
+        tokenizer = _tokenizer(options.model, text)
         batches = text_batches(model, task, tokenizer, text, shape)
         what = (
             "random tokens, as it has no tokenizer" if tokenizer is None else options.text or "Python's documentation"

@@ -62,12 +62,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--margin", type=float, default=0.003, help="a difference too small to matter (default: 0.003)")
     parser.add_argument("--higher-is-better", action="store_true", help="the metric is one such as accuracy")
     parser.add_argument("--timeout", type=float, help="seconds after which a run is ended, and has failed")
-    parser.add_argument(
-        "--report",
-        type=Path,
-        default=Path("mantissa-compare"),
-        help="folder of runs and report",
-    )
+    parser.add_argument("--report", type=Path, default=Path("mantissa-compare"), help="folder of runs and report")
     options = parser.parse_args(arguments)
     arms = _arms(options.commands)
     _name_of(options.step or options.metric)  # whether it is an expression

@@ -95,9 +95,8 @@ class Budget:
         if left <= 0:
             return self._no_time
         if seconds > left:
-            return (
-                f"it takes about {seconds:.0f} s; set {self._step.remedies.time_budget.format(self.seconds + seconds)}"
-            )
+            enough = self._step.remedies.time_budget.format(self.seconds + seconds)
+            return f"it takes about {seconds:.0f} s; set {enough}"
         return ""
 
 

@@ -223,7 +223,7 @@ IN_OTHERS = {
     "lr_range recipe=gpt2 schedule.final=0": "schedule.final=0 has no effect: the test sets it itself",
     "lr_range recipe=gpt2 max=1e-8": "min=1e-07 and max=1e-08 must be learning rates above 0, min the lower one",
     "lr_range recipe=gpt2 parallel=ddp": "parallel=ddp has no effect: each run has one process",
-    "max_batch recipe=bignet memory_budget=8": "memory_budget=8 is not an amount of memory; write memory_budget=8GiB",
+    "max_batch recipe=bignet memory_budget=8": "memory_budget=8 is not a size; write memory_budget=8GiB",
     "max_batch recipe=bignet memory_budget=900TiB": "has free now",
     "max_batch recipe=gpt2 micro_batch_size=4": "micro_batch_size=4 has no effect: it is what this command finds",
     "predict run=run path=nowhere": "path=nowhere: there is no such file or folder; give a photo, or a folder of them",

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from mantissa.display import counted
 from mantissa.ledger import Ledger, MemoryLedger
 from trainer.errors import check_number
 from trainer.hardware import kind_of, synchronise
@@ -104,7 +103,7 @@ class _TorchSession(Session):
         }
         total, top = sum(times.values()), sorted(times, key=lambda key: -times[key])[:3]
         shares = ", ".join(f"{key.removeprefix('aten::')} {times[key] / total:.0%}" for key in top if total)
-        self.summary = f"{counted(self._kept, 'step')} profiled; operator time on {self._device.type}: {shares}"
+        self.summary = f"profiled steps: {self._kept}; operator time on {self._device.type}: {shares}"
 
 
 class _MemorySession(Session):

@@ -59,7 +59,7 @@ def test_torch_profiles_exactly_the_active_steps_before_the_run_ends(tmp_path: P
     assert names.count("Optimizer.step#AdamW.step") == 2
     assert "AddmmBackward0" in " ".join(names)
     assert "aten::addmm" in (tmp_path / "profile/operators.txt").read_text()
-    assert re.match(r"2 steps profiled; operator time on cpu: \w+ \d+%", session.summary)
+    assert re.match(r"profiled steps: 2; operator time on cpu: \w+ \d+%", session.summary)
     assert session.ledger is None
 
 
