@@ -12,6 +12,7 @@ import shlex
 import shutil
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -214,6 +215,19 @@ def test_keys_and_choices_within_the_text_exist(page: Path) -> None:
         else:
             free = any(key.startswith(f"{outer}.") for outer in ("optimizer.options", "optimizer.groups", "tags"))
             assert free or key in known.keys() | scripts | {"arms"}, word
+
+
+def test_the_badges_say_what_the_project_says() -> None:
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    first, after = re.findall(r"3\.(\d+)", project["requires-python"])
+    oldest, newest = (
+        re.findall(r"^torch==(\d+\.\d+)", (PROJECT / name).read_text(encoding="utf-8"), re.MULTILINE)[0]
+        for name in ("constraints-oldest.txt", "constraints.txt")
+    )
+    said = {"license": project["license"], "python": f"3.{first}–3.{int(after) - 1}", "torch": f"{oldest}–{newest}"}
+    for name, value in said.items():
+        badge = (PROJECT / "docs/images/badges" / f"{name}.svg").read_text(encoding="utf-8")
+        assert (badge.count(f"{name}: {value}"), badge.count(f">{value}<")) == (2, 1)
 
 
 # --- docs/library.md, as it stands
