@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mantissa.operators import fp32_ops as fp32_ops
     from mantissa.watch import Watch as Watch
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 _HOMES = {
     "NotFiniteError": "errors",
     "UsageError": "errors",

@@ -202,7 +202,11 @@ def test_what_is_not_run_here_has_options_that_exist(command: str) -> None:
         compose(overrides)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "results.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "page",  # the changelog names what was before
+    [page for page in PAGES if page.name not in ("results.md", "CHANGELOG.md")],
+    ids=lambda path: path.name,
+)
 def test_keys_and_choices_within_the_text_exist(page: Path) -> None:
     files = [*(PROJECT / "scripts").glob("*.py"), PROJECT / "benchmarks" / "bench.py"]
     scripts = set().union(*(own_options(str(path.relative_to(PROJECT))) for path in files))
