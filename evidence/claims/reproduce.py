@@ -6,8 +6,10 @@ import hashlib
 import json
 import math
 import statistics
+from contextlib import redirect_stdout
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
+from textwrap import shorten
 
 from evidence.claims.claims import Claim, Criterion, load, names
 from evidence.measures import TIMED, in_use, measured
@@ -18,9 +20,10 @@ from mantissa.statistics import INCONCLUSIVE, Interval, ratio_interval
 from trainer.config.compose import compose, key_of
 from trainer.config.options import parse
 from trainer.errors import UserError
-from trainer.files import write_json
+from trainer.files import read_json, write_json
 from trainer.hardware import Hardware, detect
 from trainer.run.provenance import git_facts, versions
+from trainer.terminal import on_error_stream, work
 
 CONFIRMED, REFUTED, NOT_HERE, NO_VERDICT = "CONFIRMED", "REFUTED", "NOT TESTABLE HERE", "no verdict"
 FINDINGS_FILE = "claim.json"
@@ -125,16 +128,35 @@ def main(arguments: list[str]) -> int:
     for claim in claims:
         why = _why_not_here(claim, hardware, given)
         if why and not options.all:
+            print(_described(claim))
             raise UserError(f"claim={claim.id} is {NOT_HERE}: {why}")
         if why:
-            print(f"{claim.id}: {NOT_HERE}: {why}")
+            print(_short(f"{claim.id}: {NOT_HERE}: {why}", 100))
         else:
             testable[claim.id] = claim
             _check_overrides(claim, hardware, given)
-    folder = options.output_dir.absolute() / "reproduce"
-    return max(
-        [test(claim, hardware, given, Runner(_folder(folder, claim, given))) for claim in testable.values()], default=0
-    )
+    code = 0
+    for claim in testable.values():
+        runner = Runner(_folder(options.output_dir.absolute() / "reproduce", claim, given))
+        if options.all:
+            code |= _test_in_short(claim, hardware, given, runner)
+        else:
+            code |= test(claim, hardware, given, runner)
+    return code
+
+
+def _test_in_short(claim: Claim, hardware: Hardware, given: list[str], runner: Runner) -> int:
+    """Test a claim as ``test`` does, which prints to a file here, and print what was found in a line."""
+    runner.folder.mkdir(parents=True, exist_ok=True)
+    log = runner.folder / "test.log"
+    with log.open("w", encoding="utf-8") as file, on_error_stream(), work(claim.id):
+        with redirect_stdout(file):
+            failed = test(claim, hardware, given, runner)
+    found = read_json(runner.folder / FINDINGS_FILE)
+    measured = [f"{row['value']:.3g}{row['unit']} {row['quantity']}" for row in found["findings"][:1]]
+    words = [f"a run failed, see {log}"] if failed else [f"published {claim.published}", *measured]
+    print(_short(f"{claim.id}: {'; '.join([found['verdict'], *words])}", 200 if failed else 100), flush=True)
+    return failed
 
 
 def _why_not_here(claim: Claim, hardware: Hardware, given: list[str]) -> str:
@@ -162,7 +184,7 @@ def _folder(parent: Path, claim: Claim, given: list[str]) -> Path:
 def test(claim: Claim, hardware: Hardware, given: list[str], runner: Runner) -> int:
     """Train what is left to train of a claim, print and write what was found; return 1 where a run failed."""
     arms, left_out = claim.runs(claim.to_run(hardware), given, hardware), claim.untestable(hardware)
-    print(f"\n{claim.id}: {claim.statement}\n{len(arms)} arms × {claim.repeats}, alternating; {runner.runs}")
+    print(f"\n{_described(claim)}\n{len(arms)} arms × {claim.repeats}, alternating; {runner.runs}")
     outcomes = runner.run_all(arms, list(range(claim.repeats)))
     findings = []
     for number, criterion in enumerate(claim.criteria):
@@ -204,12 +226,25 @@ def _write(path: Path, claim: Claim, verdict: str, findings: list[Finding]) -> N
     write_json(path, {"claim": claim.id, "verdict": verdict, "command": command, "findings": rows})
 
 
+def _described(claim: Claim) -> str:
+    """Return what was published, in full."""
+    return f"{claim.id}: {claim.statement} ({claim.source}; published: {claim.published})"
+
+
 def _list(hardware: Hardware) -> None:
-    """Print every claim, and what of it this machine can test."""
-    for name in names():
-        claim = load(name)
+    """Print a line for every claim, first those that can be tested here."""
+    groups: dict[str, list[str]] = {"testable here": []}
+    longest = max(map(len, names()))
+    for claim in map(load, names()):
         asked = [f"{key}=…" for key in claim.asks]
         missing = _why_not_here(claim, hardware, asked)
-        print(f"{name}: {claim.statement} ({claim.source}; published: {claim.published})")
-        print(f"    {NOT_HERE}: {missing}" if missing else f"    {' '.join([f'claim={name}', *asked])}")
-    print("Test one claim with claim=…, or all that this machine can with all=true.")
+        statement = " ".join([_short(claim.statement, 52 - sum(map(len, asked))), *asked])
+        line = f"  {claim.id:<{longest}}  {_short(claim.published, 24):<24}  {statement}"
+        groups.setdefault(missing.removeprefix("it ").partition(",")[0] or "testable here", []).append(line)
+    for group, lines in groups.items():
+        print("\n".join([group, *lines]))
+    print("\nTest one with claim=…, which says it in full, or all that this machine can with all=true.")
+
+
+def _short(text: str, width: int) -> str:
+    return shorten(text, width, placeholder=" …")

@@ -327,18 +327,37 @@ def test_overrides_that_train_would_refuse_are_refused_before_anything_is_run(
     assert "evidence/claims/published/mine.yaml: arm bf16: stepps" in capsys.readouterr().err
 
 
-def test_the_list_says_what_can_be_tested_here_and_all_leaves_out_the_rest(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_list_is_a_line_a_claim_first_those_that_can_be_tested_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["device=cpu"]) == 0
-    listed = capsys.readouterr().out
-    assert "    claim=bignet_memory\n" in listed
-    assert "    NOT TESTABLE HERE: it needs an NVIDIA GPU, 40GiB of memory\n" in listed
-    assert "    claim=shakespeare_cpu data.path=…\n" in listed
-    tested: list[str] = []
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    listed = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert sorted(listed) == names()
+    here, elsewhere = lines.index("testable here"), lines.index("needs an NVIDIA GPU")
+    assert here == 0 < listed.index("bignet_memory") + 1 < elsewhere < listed.index("gpt2_ladder") + 2
+    assert next(line for line in lines if "shakespeare_cpu" in line).endswith("… data.path=…")
+
+
+def test_a_claim_that_needs_another_machine_is_shown_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="claim=gpt2_ladder is NOT TESTABLE HERE: it needs an NVIDIA GPU"):
+        main(["claim=gpt2_ladder", "device=cpu"])
+    told = load("gpt2_ladder")
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in (told.statement, told.source, told.published))
+
+
+def test_all_leaves_out_what_cannot_be_tested_here_and_prints_a_line_a_claim(
+    tmp_path: Path, run_claim: Test, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = {"other": claim(tmp_path, needs=["cuda"]), "mine": claim(tmp_path)}
+    monkeypatch.setattr(reproduce, "names", lambda: list(mine))
+    monkeypatch.setattr(reproduce, "load", mine.get)
+    monkeypatch.setattr(reproduce, "detect", lambda device: AMX)
     monkeypatch.setattr(reproduce, "_check_overrides", lambda *_: None)
-    monkeypatch.setattr(reproduce, "test", lambda mine, *_: tested.append(mine.id) or mine.id == "bf16_scaler")
-    assert main(["all=true", "device=cpu"]) == 1
-    assert "bignet_memory" in tested
-    assert not {"gpt2_ladder", "shakespeare_cpu"} & set(tested)
-    assert "gpt2_ladder: NOT TESTABLE HERE" in capsys.readouterr().out
+    assert main(["all=true", "device=cpu"]) == 0
+    other, one = capsys.readouterr().out.splitlines()
+    assert one == "mine: CONFIRMED; published 2x; 2.5x throughput, bf16 over fp32"
+    assert other == "mine: NOT TESTABLE HERE: it needs an NVIDIA GPU"
+    (log,) = tmp_path.glob("outputs/reproduce/mine-*/test.log")
+    assert "criterion ≥ 2" in log.read_text()
