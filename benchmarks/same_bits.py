@@ -241,7 +241,7 @@ def _tracked(database: Path) -> Facts:
         facts |= {f"tag {name}": value for name, value in run.data.tags.items()}
         for name in run.data.metrics:
             points = client.get_metric_history(run.info.run_id, name)
-            kept = points[-1:] if name.startswith("final/") else points  # of a run that was stopped, where it was
+            kept = points[-1:] if "/" not in name else points  # of a run that was stopped, where it was
             facts[f"mlflow metric {name}"] = repr([(point.step, point.value) for point in kept])
         facts |= {f"artifact {name}": "is there" for name in _artifacts(client, run.info.run_id, None)}
         found |= {f"{run.info.run_name}|{key}": value for key, value in facts.items()}

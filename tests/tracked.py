@@ -63,7 +63,7 @@ def asked(uri: str, query: str, *values: str) -> list[Any]:
         return database.execute(query, values).fetchall()
 
 
-def points(uri: str, key: str = "loss") -> dict[str, Counter[int]]:
+def points(uri: str, key: str = "train/loss") -> dict[str, Counter[int]]:
     """By the run's name, how often each step of a metric is stored."""
     found: dict[str, Counter[int]] = {}
     for name, step in asked(uri, "select name, step from metrics join runs using (run_uuid) where key = ?", key):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult
 from evidence.comparison.report import lead
-from evidence.mlflow import publish
+from evidence.mlflow import publish, run_above
 from evidence.runs import Outcome, redacted_arguments
 from trainer.files import TRACKING_FILE
 from trainer.tracking import store
@@ -53,8 +53,7 @@ def _update_parent(
     from mlflow.entities import Metric, Param, RunTag
 
     plan = result.plan
-    experiment = client.get_experiment(delivered[0][1].experiment_id).name
-    run = store.create_run(client, experiment, f"compare-{plan.name}", result.key, result.began_s)
+    run = run_above(client, [sent for _, sent in delivered], f"compare-{plan.name}", result.key, result.began_s)
     run_id, known, now_ms = run.info.run_id, run.data, int(time.time() * 1000)
     params = {
         "arms": ", ".join(arm.label for arm in plan.arms),
@@ -62,7 +61,7 @@ def _update_parent(
         "margin": str(plan.margin),
         "common": " ".join(redacted_arguments(plan.common)),
     }
-    metrics = {f"{arm.label}/{name}": value for arm in result.arms for name, value in _numbers(arm).items()}
+    metrics = {f"{arm.label}_{name}": value for arm in result.arms for name, value in _numbers(arm).items()}
     tags = {f"quality.{arm.label}": arm.quality.verdict for arm in result.arms if arm.quality.verdict}
     tags |= {"mlflow.note.content": "\n\n".join(lead(result))}
     client.log_batch(
@@ -78,10 +77,7 @@ def _update_parent(
     for file in files:
         client.log_artifact(run_id, str(file))
     for outcome, sent in delivered:
-        client.set_tag(str(sent.run_id), "mlflow.parentRunId", run_id)
         client.set_tag(str(sent.run_id), "arm", outcome.arm)
-    if run.info.status != "FINISHED":
-        client.set_terminated(run_id)
     return run
 
 

@@ -9,13 +9,14 @@ import time
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optuna
 import torch
 from optuna.pruners import MedianPruner, NopPruner
 from optuna.trial import FrozenTrial, TrialState
 
+from evidence.mlflow import publish, run_above
 from evidence.search.space import SearchOptions, check_space, overrides_of, parse_space, shown
 from evidence.search.study import DATABASE, Search, open_study
 from evidence.search.trial import Pruned, reporting_to
@@ -24,12 +25,18 @@ from trainer.config.compose import compose, key_of
 from trainer.config.options import parse
 from trainer.config.schema import Config
 from trainer.errors import NonFiniteError, OutOfMemory, UserError, first_line
-from trainer.files import SAME, check_output_dir
+from trainer.files import SAME, TRACKING_FILE, check_output_dir
 from trainer.hardware import detect
 from trainer.metrics import Metrics
 from trainer.recipe import Recipe
 from trainer.run.fit import release_memory
 from trainer.run.start import train
+from trainer.tracking.results import best_key
+from trainer.tracking.store import cut
+from trainer.tracking.tracked_run import TrackedRun
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 
 def main(arguments: list[str]) -> int:
@@ -65,6 +72,7 @@ def main(arguments: list[str]) -> int:
     )
     run_trials(search, overrides)
     print(f"\n{columns(_rows(search))}\n\n{_answer(search)}")
+    _publish(search, output_dir)
     print(f"plots and the importance of options: optuna-dashboard sqlite:///{output_dir / DATABASE}")
     return int(not _complete(search))
 
@@ -122,6 +130,26 @@ def _train(config: Config, trial: optuna.Trial, folder: Path) -> dict[str, Any]:
     if best is None or not math.isfinite(best["value"]):
         raise NonFiniteError("no evaluation was finite")
     return best
+
+
+def _publish(search: Search, output_dir: Path) -> None:
+    """Fold the trials under one run in MLflow, where they are there, and print where it is."""
+    folders = [output_dir / search.run_of(trial) for trial in search.counted()]
+    runs = [TrackedRun.read(folder) for folder in folders if (folder / TRACKING_FILE).exists()]
+    sent = [run for run in runs if run.run_id]
+
+    def send(client: MlflowClient) -> Any:
+        first = min(sent, key=lambda run: run.started_s)
+        above = run_above(client, sent, f"search-{search.study.study_name}", f"search-{first.key}", first.started_s)
+        for name, text in search.described.items():
+            client.set_tag(above.info.run_id, name, cut(text, 500))
+        if _complete(search):
+            metric = best_key(search.described["metric"])
+            client.log_metric(above.info.run_id, metric, search.study.best_value, step=len(sent))
+        return above
+
+    if sent:
+        print(publish("the search", str(sent[0].uri), send))
 
 
 def _complete(search: Search) -> list[FrozenTrial]:

@@ -32,7 +32,7 @@ from tests.parallel.conftest import FORKED_TORCHRUN, forked_environment
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import steps as saved_steps
 from trainer.files import final_status, read_json_lines
-from trainer.tracking.store import valid_key
+from trainer.tracking.store import curve_key
 from trainer.tracking.tracked_run import TrackedRun
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,7 @@ OPTIONS = [
     *("tracking=mlflow", "tracking.flush_every_s=0.2", "tracking.system_metrics=false", "tracking.upload_timeout_s=30"),
     *("resume=auto", "run_name=run"),
 ]
-CLOCKS = ("time", "step_time_s", "mfu", "process_memory_bytes", "checkpoint_stall_s", "final/")
+CLOCKS = ("time", "step_time_", "throughput", "mfu", "process_memory_", "peak_memory_", "checkpoint_stall_s")
 PLAN = ("start", "training", "saving", "closing", "delivery", "sync", *KINDS, "file")
 LONGEST_S = 600
 SERVER = """
@@ -309,7 +309,7 @@ def compared(whole: Path, killed: Path) -> dict[str, list[str]]:
     lines = ["metrics.jsonl"] * (metrics(whole) != metrics(killed))
     stored, expected = _exact(points(killed)), _exact(points(whole))
     # MLflow gets the best value whenever a run ends, also of one that has lost a rank.
-    unlike = (expected - stored) | {point for point in stored - expected if not point[0].startswith("best/")}
+    unlike = (expected - stored) | {point for point in stored - expected if not point[0].startswith("best_")}
     found = [f"MLflow's points {sorted(map(str, unlike))[:4]}"] * bool(unlike)
     sent = [path.parent for path in killed.parent.glob("*/tracking.json") if TrackedRun.read(path.parent).run_id]
     found += [difference for run in sent for difference in undelivered(run)]
@@ -332,7 +332,7 @@ def undelivered(run: Path) -> list[str]:
         if text.endswith("\n"):
             line = json.loads(text)
             step = line.pop("step")
-            logged.update((valid_key(key), step) for key, value in line.items() if key != "time" and value is not None)
+            logged.update((curve_key(key), step) for key, value in line.items() if key != "time" and value is not None)
     twice = [f"{point} {count} times in MLflow" for point, count in stored.items() if count > 1]
     return [f"{point} is not in MLflow" for point in logged if not stored[point]] + twice
 
@@ -374,4 +374,5 @@ def _files(run: Path) -> set[str]:
 
 
 def _exact(stored: list[tuple[str, int, float]]) -> set[tuple[str, int, float]]:
-    return {point for point in stored if not point[0].startswith(CLOCKS) and not point[0].endswith("_per_s")}
+    names = {point: point[0].removeprefix("train/") for point in stored}
+    return {point for point, name in names.items() if not name.startswith(CLOCKS) and not name.endswith("_per_s")}

@@ -35,7 +35,7 @@ from trainer.tracking import checkpoints
 from trainer.tracking.datasets import log_datasets
 from trainer.tracking.models import architecture, describe, register
 from trainer.tracking.results import NOTE_TAG, description, summary_lines
-from trainer.tracking.store import connect, create_run, cut, database_file, find_run, valid_key
+from trainer.tracking.store import connect, create_run, curve_key, cut, database_file, find_run, valid_key
 from trainer.tracking.tracked_run import TrackedRun
 
 if TYPE_CHECKING:
@@ -231,11 +231,13 @@ class Follower(threading.Thread):
                     lines.pop()
                 if not lines:
                     return
-                self._log_lines(client, run_id, map(json.loads, lines))
+                self._log_lines(client, run_id, map(json.loads, lines), curve_key)
                 self._run.offset += sum(map(len, lines))
                 self._record()
 
-    def _log_lines(self, client: MlflowClient, run_id: str, lines: Iterable[dict[str, Any]]) -> None:
+    def _log_lines(
+        self, client: MlflowClient, run_id: str, lines: Iterable[dict[str, Any]], key_of: Callable[[str], str]
+    ) -> None:
         """Send the values of lines of a metric log, but for those of steps that MLflow has, and those not finite.
 
         MLflow ignores a point that it already has, so sending it again after a kill doubles nothing.
@@ -247,7 +249,7 @@ class Follower(threading.Thread):
             for line in lines
             for name, value in line.items()
             if name not in ("step", "time") and value is not None
-            if line["step"] > self._stored.get(key := valid_key(name), -1)
+            if line["step"] > self._stored.get(key := key_of(name), -1)
         ]
         if metrics:
             client.log_batch(run_id, metrics=metrics, synchronous=True)
@@ -256,7 +258,7 @@ class Follower(threading.Thread):
         """Send the rest: first how the run ended, then what takes long; what is refused keeps nothing else back."""
         self._send_metrics(client, run_id)
         summary = read_object(self._folder / SUMMARY_FILE)
-        self._log_lines(client, run_id, summary_lines(self._folder / METRICS_FILE, summary))
+        self._log_lines(client, run_id, summary_lines(self._folder / METRICS_FILE, summary), valid_key)
         files = [self._folder / name for name in (METRICS_FILE, SUMMARY_FILE)]
         ended_s = max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
         client.set_terminated(run_id, self._status, int(ended_s * 1000))

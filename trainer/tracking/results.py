@@ -1,15 +1,15 @@
-"""What MLflow gets of a run that has ended, from the files in its folder: metrics to sort by, and a description.
+"""What MLflow gets of a run that has ended, from the files in its folder: its numbers as a whole, and a description.
 
 | metric | is | at step |
 |---|---|---|
-| ``best/valid_loss`` | the best value of the metric that marks the best checkpoint | of that evaluation |
-| ``final/valid_loss``, ``final/valid_…`` | each validation metric of the last evaluation | of that evaluation |
-| ``test/loss``, ``test/…`` | each metric of the test data, with the best weights | the last |
-| ``final/throughput`` | units (tokens, images …) per second, without warm-up and evaluation | the last |
-| ``final/step_time_ms`` | milliseconds per optimizer step, likewise | the last |
-| ``final/mfu`` | MFU, the share of the measured matmul throughput, likewise (0 to 1) | the last |
-| ``final/peak_memory_mib`` | MiB: allocated on a GPU, else of a step's tensors (``profiler=memory``) | the last |
-| ``final/skipped_steps`` | steps skipped for an overflow | the last |
+| ``best_loss`` | the lowest validation loss | of that evaluation |
+| ``best_…`` | the metric that marks the best checkpoint, where it is another one | of that evaluation |
+| ``test_loss``, ``test_…`` | each metric of the test data, with the best weights | the last |
+| ``throughput`` | units (tokens, images …) per second, without warm-up and evaluation | the last |
+| ``step_time_ms`` | milliseconds per optimizer step, likewise | the last |
+| ``mfu`` | MFU, the share of the measured matmul throughput, likewise (0 to 1) | the last |
+| ``peak_memory_mib`` | MiB: allocated on a GPU, else of a step's tensors (``profiler=memory``) | the last |
+| ``process_memory_mib`` | MiB that the process held, not on a GPU | the last |
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer.files import BEST, CHECKPOINTS, SUMMARY_FILE, read_json_lines, read
 from trainer.tracking.models import architecture
 from trainer.tracking.tracked_run import TrackedRun
 
-VALID = "valid/"
+LOSS = "valid/loss"
 NOTE_TAG = "mlflow.note.content"
 """The description on MLflow's page."""
 
@@ -32,35 +32,34 @@ def summary_lines(log: Path, summary: dict[str, Any]) -> list[dict[str, Any]]:
 
     Args:
         log: its ``metrics.jsonl``; an incomplete last line (after a kill) is skipped.
-        summary: the content of its ``summary.json``; of a run that was killed it is empty, and validation is all.
+        summary: the content of its ``summary.json``; of a run that was killed it is empty, and the best loss is all.
     """
     lines = list(read_json_lines(log))
     if not lines:
         return []
-    last = {key: line for line in lines for key in line if key.startswith(VALID) and not key.endswith("_nonfinite")}
-    """The last line that has a metric."""
-    final = [_line(line, **{f"final/{key.replace('/', '_')}": line[key]}) for key, line in last.items()]
-    step_time_s, peak_bytes = summary.get("step_time_s"), summary.get("peak_memory_bytes")
+    step_time_s = summary.get("step_time_s")
     numbers = {
-        "final/throughput": summary.get("units_per_s"),
-        "final/step_time_ms": step_time_s and 1e3 * step_time_s,
-        "final/mfu": summary.get("utilisation", {}).get("mfu"),
-        "final/peak_memory_mib": peak_bytes and peak_bytes / 2**20,
-        "final/skipped_steps": summary.get("skipped_steps"),
+        "throughput": summary.get("units_per_s"),
+        "step_time_ms": step_time_s and 1e3 * step_time_s,
+        "mfu": summary.get("utilisation", {}).get("mfu"),
     }
-    numbers |= {f"test/{name}": value for name, value in summary.get("test", {}).items()}
-    return [*final, *_best(lines, summary), _line(lines[-1], **numbers)]
+    for name in ("peak_memory", "process_memory"):
+        held_bytes = summary.get(f"{name}_bytes")
+        numbers[f"{name}_mib"] = held_bytes and held_bytes / 2**20
+    numbers |= {f"test_{name}": value for name, value in summary.get("test", {}).items()}
+    found = [_line(lines[-1], **numbers)]
+    evaluated = [line for line in lines if line.get(LOSS) is not None]
+    if lowest := min(evaluated, key=lambda line: line[LOSS], default=None):
+        found.append(_line(lowest, best_loss=lowest[LOSS]))
+    best, metric = summary.get("best"), summary.get("best_metric", LOSS)
+    if best and metric != LOSS:
+        found.append({"step": best["step"], "time": lines[-1]["time"], best_key(metric): best["value"]})
+    return found
 
 
-def _best(lines: list[dict[str, Any]], summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the best evaluation: the one that the run has chosen, else the lowest loss."""
-    best, key = summary.get("best"), summary.get("best_metric", f"{VALID}loss")
-    chosen = [line for line in lines if best and line["step"] == best["step"] and line.get(key) == best["value"]]
-    if not chosen:
-        key = f"{VALID}loss"
-        chosen = [line for line in lines if line.get(key) is not None]
-    line = min(chosen, key=lambda line: (line[key], line["step"]), default=None)
-    return [_line(line, **{f"best/{key.replace('/', '_')}": line[key]})] if line else []
+def best_key(metric: str) -> str:
+    """Return MLflow's name of the best value of a metric: ``best_loss`` of ``valid/loss``."""
+    return f"best_{metric.removeprefix('valid/').replace('/', '_')}"
 
 
 def _line(of: dict[str, Any], **values: float | None) -> dict[str, Any]:

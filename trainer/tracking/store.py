@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import json
 import logging
 import os
 import posixpath
@@ -23,6 +24,19 @@ from trainer.files import flush, locked
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+VIEW = "mantissa"
+"""Name of the view of an experiment's runs, in addresses: ``viewStateShareKey=…``."""
+VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
+"""The tag of an experiment that holds the view: without one, MLflow's table has no column of a metric or a tag."""
+_METRICS = ("best_loss", "throughput", "peak_memory_mib", "process_memory_mib")
+"""Its columns after the precision, but for those that no run has."""
+_COLUMNS = ["tags.`precision`", *(f"metrics.`{name}`" for name in _METRICS)]
+_STATE = {
+    "selectedColumns": _COLUMNS,
+    "columnOrder": ["attributes.`Run Name`", "runDateAndNestInfo", *_COLUMNS],
+    "columnWidths": dict.fromkeys(_COLUMNS, 130),
+}
+_VIEW = json.dumps({"name": "precision, loss, throughput, memory", "createdAt": 0, "state": json.dumps(_STATE)})
 KEY_TAG = "mantissa.key"
 """The tag that holds the key of a run (``TrackedRun.key``)."""
 LOCK_TIMEOUT_S = 60
@@ -219,13 +233,23 @@ def _experiment_id(client: MlflowClient, name: str) -> str:
                 f"its experiment {name!r} is deleted; set another tracking.experiment, or restore it with: "
                 f"MLFLOW_TRACKING_URI={shlex.quote(redacted(str(client.tracking_uri)))} {restore}"
             )
+        if VIEW_TAG not in experiment.tags:  # another program has made it
+            client.set_experiment_tag(experiment.experiment_id, VIEW_TAG, _VIEW)
         return str(experiment.experiment_id)
     database = database_file(client.tracking_uri)
     folder = re.sub(r"[^\w.-]", "_", name)
     location = (database.parent / "mlartifacts" / folder).as_uri() if database else None
     # If the kind is set, MLflow's page does not ask the user for it.
-    tags = {"mlflow.experimentKind": "custom_model_development"}
+    tags = {"mlflow.experimentKind": "custom_model_development", VIEW_TAG: _VIEW}
     return str(client.create_experiment(name, artifact_location=location, tags=tags))
+
+
+def curve_key(name: str) -> str:
+    """Return MLflow's name of a logged metric: in ``train/``, unless it has a section of its own such as ``valid/``.
+
+    MLflow's pages show sections by name, and what is in none last: the numbers of a run as a whole, see ``results.py``.
+    """
+    return valid_key(name if "/" in name else f"train/{name}")
 
 
 def valid_key(name: str) -> str:

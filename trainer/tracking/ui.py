@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 
 from trainer.errors import UserError, redacted
-from trainer.tracking.store import database_file, tracking_uri
+from trainer.tracking.store import VIEW, VIEW_TAG, connect, database_file, tracking_uri
 
 HOST = "127.0.0.1"
 PORT = 5000
@@ -43,7 +43,12 @@ def ui(options: UiOptions) -> None:
             probe.bind((HOST, options.port))
         except (OSError, OverflowError) as error:
             raise UserError(f"port={options.port} cannot be used ({error}); use another, such as port=5001") from None
-    print(f"starting MLflow on {redacted(uri)}: open http://{HOST}:{options.port} when it is running", flush=True)
+    page = f"http://{HOST}:{options.port}"
+    print(f"starting MLflow on {redacted(uri)}: open {page} when it is running", flush=True)
+    for experiment in connect(uri).search_experiments():
+        if VIEW_TAG in experiment.tags:
+            table = f"{page}/#/experiments/{experiment.experiment_id}/runs?{TRAINING}&viewStateShareKey={VIEW}"
+            print(f"  {experiment.name:<10}  {table}", flush=True)
     command = [sys.executable, "-m", "mlflow", "ui", "--host", HOST, "--port", str(options.port), "--workers", "1"]
     command += ["--uvicorn-opts", "--no-access-log --timeout-graceful-shutdown 10"]
     # MLflow takes the store from the environment, too: a command line would show its password.

@@ -27,6 +27,7 @@ from tests.tracked import once, open_log, points, run_id, runs, tracked
 from trainer.errors import UserError
 from trainer.files import write_json
 from trainer.tracking import follower
+from trainer.tracking.results import summary_lines
 from trainer.tracking.store import configured_uri, connect
 from trainer.tracking.sync import send
 from trainer.tracking.tracked_run import TrackedRun
@@ -57,6 +58,7 @@ def test_a_run_arrives_whole(folder: Path, store: str) -> None:
     opened = open_log(path, experiment="gpt2", params=params, tags=tags)
     for step in range(1, 301):
         opened.append(step, {"loss": NAN if step == 7 else INF if step == 8 else 1.0 / step})
+    opened.append(300, {"valid/loss": 0.2})
     write_json(path / "config.json", {"seed": 0})
     write_json(path / "precision.json", {})
     for kept in ("best", "checkpoints"):
@@ -74,10 +76,16 @@ def test_a_run_arrives_whole(folder: Path, store: str) -> None:
         "empty": "", "files_0_": "a",
     } | {f"many.{index}": str(index) for index in range(150)}  # fmt: skip
     assert tags.items() <= run.data.tags.items()
+    view = json.loads(client.get_experiment(run.info.experiment_id).tags["mlflow.sharedViewState.mantissa"])
+    shown = [re.findall("`(.+)`", column)[0] for column in json.loads(view["state"])["selectedColumns"]]
+    facts = {"units_per_s": 1.0, "peak_memory_bytes": 1, "process_memory_bytes": 1}
+    sent = {name for line in summary_lines(path / "metrics.jsonl", facts) for name in line}
+    assert shown[:3] == ["precision", "best_loss", "throughput"]
+    assert {*shown} <= {"precision"} | sent
     assert points(store) == {path.name: Counter(step for step in range(1, 301) if step not in (7, 8))}
-    assert points(store, "loss_nonfinite") == {path.name: Counter([7, 8])}
+    assert points(store, "train/loss_nonfinite") == {path.name: Counter([7, 8])}
     first = json.loads((path / "metrics.jsonl").read_text().partition("\n")[0])
-    history = client.get_metric_history(opened.run.run_id, "loss")
+    history = client.get_metric_history(opened.run.run_id, "train/loss")
     assert min(point.timestamp for point in history) == int(first["time"] * 1000)
     assert {item.path for item in client.list_artifacts(opened.run.run_id)} == {
         "config.json", "summary.json", "plots", "best", "precision.json",
@@ -113,7 +121,7 @@ def test_resuming_continues_the_same_run_and_duplicates_no_point(
 
     assert points(store) == {"run": once(13)}
     assert points(store, "valid/loss") == {"run": Counter([2, 4, 6, 8, 13])}
-    assert points(store, "other") == {"run": Counter([8])}
+    assert points(store, "train/other") == {"run": Counter([8])}
     assert first.run.run_id
     run = connect(store).get_run(first.run.run_id)
     assert run.info.status == "FINISHED"
@@ -132,7 +140,7 @@ def test_a_run_deleted_in_mlflow_continues_as_a_new_one(
     tracked(folder / "run", 2, resume_step=1)
     second = run_id(folder / "run")
     assert second != first
-    assert [point.step for point in client.get_metric_history(second, "loss")] == [1, 2]
+    assert [point.step for point in client.get_metric_history(second, "train/loss")] == [1, 2]
     assert "continues as a new one" in caplog.text
 
 

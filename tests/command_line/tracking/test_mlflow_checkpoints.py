@@ -50,7 +50,7 @@ def saved(succeed: Train, store: str) -> str:
 
 def state(client: MlflowClient, run_id: str) -> tuple[Any, ...]:
     run = client.get_run(run_id)
-    steps = Counter(point.step for point in client.get_metric_history(run_id, "loss"))
+    steps = Counter(point.step for point in client.get_metric_history(run_id, "train/loss"))
     return run.info.status, run.info.end_time, dict(run.data.tags), steps
 
 
@@ -181,7 +181,7 @@ def test_a_run_is_continued_on_an_empty_machine_bit_for_bit(
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         logged.append([(line["step"], line.get("loss"), line.get("valid/loss")) for line in lines])
     assert logged[0] == logged[1]
-    for key, steps in (("loss", range(1, 13)), ("valid/loss", (3, 6, 9, 12))):
+    for key, steps in (("train/loss", range(1, 13)), ("valid/loss", (3, 6, 9, 12))):
         assert Counter(point.step for point in client.get_metric_history(own, key)) == Counter(steps)
     assert stored_names(client, own) == sorted(path.name for path in (RUN / "checkpoints").iterdir())
     assert not list(Path("outputs").glob(".*.partial"))

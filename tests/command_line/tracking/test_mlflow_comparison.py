@@ -1,4 +1,4 @@
-"""A comparison above its runs in MLflow."""
+"""A comparison and a search above their runs in MLflow."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from evidence.comparison import mlflow
+from evidence.search.search import _publish
 from mantissa.compare import Reach
 from mantissa.statistics import Interval
-from tests.tracked import points, runs, tracked
+from optuna.trial import TrialState
+
+from tests.tracked import asked, points, run_id, runs, tracked
 from trainer.tracking.store import connect
 
 
@@ -41,11 +44,33 @@ def test_a_comparison_is_published_once(folder: Path, store: str, monkeypatch: p
     run = again("WORSE", 2, common="x" * 600)
     assert (run.info.status, run.info.run_name, run.info.start_time) == ("FINISHED", "compare-it", 1000)
     assert (run.data.params["margin"], run.data.params["common"]) == ("0.003", "x" * 499 + "…")
+    assert run.data.tags["precision"] == "bf16"
     assert [item.path for item in client.list_artifacts(run.info.run_id)] == ["report.html"]
     below = next(each.data.tags for each in client.search_runs([experiment]) if each.info.run_name == "child")
     assert (below["mlflow.parentRunId"], below["arm"]) == (run.info.run_id, "bf16")
     run = again("BETTER", 3, margin=0.1)  # a param stays as it is: MLflow refuses another value
     assert (run.data.tags["quality.bf16"], run.data.params["margin"]) == ("BETTER", "0.003")
-    assert points(store, "bf16/speed_ratio") == {"compare-it": Counter([2])}
-    assert run.data.metrics == {"bf16/speed_ratio": 2.0, "bf16/steps_to_equal_loss_ratio": 0.9}
+    assert points(store, "bf16_speed_ratio") == {"compare-it": Counter([2])}
+    assert run.data.metrics == {"bf16_speed_ratio": 2.0, "bf16_steps_to_equal_loss_ratio": 0.9}
     assert runs(store) == [("child", "FINISHED"), ("compare-it", "FINISHED")]
+
+
+def test_a_search_is_one_run_above_its_trials(folder: Path, store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["s-t0", "s-t1", "s-t2"]
+    for name in names[:2]:
+        tracked(folder / name, tags={"precision": "bf16" if name == "s-t0" else "fp32"})
+    trials = [SimpleNamespace(number=number, state=TrialState.COMPLETE) for number in range(3)]
+    study = SimpleNamespace(study_name="s", best_value=2.5)
+    described = {"space": "x" * 600, "options": "", "metric": "valid/loss"}
+    search: Any = SimpleNamespace(
+        study=study, described=described, counted=lambda: trials, run_of=lambda trial: names[trial.number]
+    )
+    for _ in range(2):
+        _publish(search, folder)
+        assert runs(store) == [("s-t0", "FINISHED"), ("s-t1", "FINISHED"), ("search-s", "FINISHED")]
+    client = connect(store)
+    (above,) = {*(client.get_run(run_id(folder / name)).data.tags["mlflow.parentRunId"] for name in names[:2])}
+    run = client.get_run(above)
+    assert above in capsys.readouterr().out
+    assert (run.data.tags["precision"], run.data.tags["space"]) == ("bf16, fp32", "x" * 499 + "…")
+    assert run.data.metrics == {"best_loss": 2.5}

@@ -49,7 +49,7 @@ def test_the_run_is_sent_with_the_files_and_tags_of_the_newest_diagnosis(run: Pa
         run_id = TrackedRun.read(run).run_id
         tags = {name: value for name, value in client.get_run(run_id).data.tags.items() if name.startswith("doctor.")}
         paths = [entry.path for entry in client.list_artifacts(run_id, "doctor/step-3")]
-        return tags, paths, len(client.get_metric_history(run_id, "loss"))
+        return tags, paths, len(client.get_metric_history(run_id, "train/loss"))
 
     first = publish_in(run, FOUND, FINDING, replace(FINDING, module="other"), of=run)
     assert "http://127.0.0.1:5000/#/experiments/" in first[0]

@@ -12,6 +12,8 @@ import pytest
 from scripts.ui import main
 from tests.command_line.conftest import Result
 from tests.serving import free_port, serve_ui
+from tests.tracked import tracked
+from trainer.tracking.tracked_run import TrackedRun
 
 
 def test_a_store_without_runs_is_named_and_a_server_has_a_page_of_its_own(
@@ -26,10 +28,13 @@ def test_a_store_without_runs_is_named_and_a_server_has_a_page_of_its_own(
 
 
 @pytest.mark.usefixtures("store")
-def test_it_serves_the_store_until_it_is_stopped(script: Callable[..., Result]) -> None:
-    port = free_port()
+def test_it_serves_the_store_until_it_is_stopped(folder: Path, script: Callable[..., Result]) -> None:
+    tracked(folder / "run")
+    port, experiment = free_port(), TrackedRun.read(folder / "run").experiment_id
     process, printed = serve_ui(f"port={port}")
     assert f"open http://127.0.0.1:{port} when" in printed
+    view = "workflowType=machine_learning&viewStateShareKey=mantissa"
+    assert f"\n  e           http://127.0.0.1:{port}/#/experiments/{experiment}/runs?{view}\n" in printed
     with urlopen(f"http://127.0.0.1:{port}/health") as answer:
         assert answer.status == 200
     done = script(main, f"port={port}")

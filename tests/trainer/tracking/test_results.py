@@ -42,23 +42,23 @@ def log(tmp_path: Path) -> Path:
 
 
 def test_a_finished_run_is_scored_by_its_log_and_summary(log: Path) -> None:
-    summary = {"best": {"step": 10, "value": 2.5}, "units_per_s": 105.0, "step_time_s": 0.45, "skipped_steps": 2,
-               "peak_memory_bytes": 4 << 20, "utilisation": {"mfu": 0.42}}  # fmt: skip
+    summary = {"best": {"step": 10, "value": 2.5}, "units_per_s": 105.0, "step_time_s": 0.45, "test": {"accuracy": 0.5},
+               "peak_memory_bytes": 4 << 20, "process_memory_bytes": 8 << 20, "utilisation": {"mfu": 0.42}}  # fmt: skip
     assert scores(log, summary) == {
-        "best/valid_loss": (2.5, 10),
-        "final/valid_loss": (2.75, 20),
-        "final/throughput": (105.0, 20),
-        "final/step_time_ms": (450.0, 20),
-        "final/mfu": (0.42, 20),
-        "final/peak_memory_mib": (4.0, 20),
-        "final/skipped_steps": (2, 20),
+        "best_loss": (2.5, 10),
+        "throughput": (105.0, 20),
+        "step_time_ms": (450.0, 20),
+        "mfu": (0.42, 20),
+        "peak_memory_mib": (4.0, 20),
+        "process_memory_mib": (8.0, 20),
+        "test_accuracy": (0.5, 20),
     }
     own = scores(log, {"best": {"step": 10, "value": 12.0}, "best_metric": "valid/perplexity"})
-    assert [name for name in own if name.startswith("best/")] == ["best/valid_perplexity"]
+    assert own == {"best_loss": (2.5, 10), "best_perplexity": (12.0, 10)}
 
 
 def test_a_killed_run_is_scored_by_its_log(log: Path) -> None:
-    assert scores(log, {}) == {"best/valid_loss": (2.5, 10), "final/valid_loss": (2.75, 20)}
+    assert scores(log, {}) == {"best_loss": (2.5, 10)}
 
 
 @pytest.mark.parametrize(("status", "resumable"), [("FINISHED", True), ("KILLED", True), ("KILLED", False)])
