@@ -149,9 +149,8 @@ def _test_in_short(claim: Claim, hardware: Hardware, given: list[str], runner: R
     """Test a claim as ``test`` does, which prints to a file here, and print what was found in a line."""
     runner.folder.mkdir(parents=True, exist_ok=True)
     log = runner.folder / "test.log"
-    with log.open("w", encoding="utf-8") as file, on_error_stream(), work(claim.id):
-        with redirect_stdout(file):
-            failed = test(claim, hardware, given, runner)
+    with log.open("w", encoding="utf-8") as file, on_error_stream(), work(claim.id), redirect_stdout(file):
+        failed = test(claim, hardware, given, runner)
     found = read_json(runner.folder / FINDINGS_FILE)
     measured = [f"{row['value']:.3g}{row['unit']} {row['quantity']}" for row in found["findings"][:1]]
     words = [f"a run failed, see {log}"] if failed else [f"published {claim.published}", *measured]

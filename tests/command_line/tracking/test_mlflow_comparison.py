@@ -8,14 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from optuna.trial import TrialState
 
 from evidence.comparison import mlflow
 from evidence.search.search import _publish
 from mantissa.compare import Reach
 from mantissa.statistics import Interval
-from optuna.trial import TrialState
-
-from tests.tracked import asked, points, run_id, runs, tracked
+from tests.tracked import points, run_id, runs, tracked
 from trainer.tracking.store import connect
 
 
