@@ -53,8 +53,8 @@ class GPT2(LanguageRecipe):
     shapes = SHAPES
     on_cpu = "mini"
     on_gpu = "124M"
-    cpu_sizes = Sizes(steps=200, batch_size=16, micro_batch_size=16)  # a few minutes, where matmuls are fast
-    slow_cpu_sizes = Sizes(200, 4, 16, why="for a CPU of few cores without instructions for bf16")  # the same there
+    cpu_sizes = Sizes(200, 16, 16, why="minutes on a CPU with bf16 instructions or many cores")
+    slow_cpu_sizes = Sizes(200, 4, 16, why="minutes on a CPU of few cores without bf16 instructions")
     gpu_sizes = Sizes(steps=2000, batch_size=480, micro_batch_size=16)  # the published half a million tokens a step
     longest = 1024
     size: str = "auto"

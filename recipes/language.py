@@ -154,6 +154,7 @@ class LanguageRecipe(SizedRecipe):
 
     known_sum = True
     unit = "tokens"
+    shown_by = 'generate.py {run} prompt="def "'
     chunked_loss: bool | str = "auto"
     """Compute the loss in chunks: slower, but the fp32 logits never exist as a whole. auto: on a GPU, if the logits are
     forecast not to fit into memory (torch 2.13 and later)."""
@@ -206,7 +207,7 @@ class LanguageRecipe(SizedRecipe):
         return {f"{self.name}.{name}": tensor for name, tensor in super().exported(folder).items()}
 
     def closing_text(self, model: LanguageModel, datasets: TextDatasets, device: torch.device) -> str:
-        """Show a short sample of generated text: as much as fits into two seconds."""
+        """Show a short sample of generated text in one line: as much as fits into two seconds."""
         tokenizer = datasets.tokens.tokenizer
         start = datasets.tokens.valid[: min(16, self.tokens_per_sample // 2)].astype(np.int64)
         prompt = torch.from_numpy(start)[None].to(device)
@@ -219,9 +220,10 @@ class LanguageRecipe(SizedRecipe):
                 output = model.network.base_model(tokens, past_key_values=past, use_cache=True)
                 logits = model.network.lm_head(output.last_hidden_state[:, -1])[:, : tokenizer.vocab_size].float()
                 if not logits.isfinite().all():
-                    return "no generated sample: the model's outputs are not finite"
+                    return "no sample: the model's outputs are not finite"
                 top, ids = logits.topk(min(40, logits.shape[-1]))
                 tokens, past = ids.gather(1, torch.multinomial(top.softmax(-1), 1)), output.past_key_values
                 written.append(int(tokens))
-        cut = f", {len(written)} of {length} tokens because {_SAMPLE_S:g} s were over," * (len(written) < length)
-        return f"a generated sample{cut} after {tokenizer.decode(start.tolist())!r}:\n{tokenizer.decode(written)}"
+        cut = f" ({len(written)} of {length} tokens in {_SAMPLE_S:g} s)" * (len(written) < length)
+        text = f"‹{tokenizer.decode(start.tolist())}›{tokenizer.decode(written)}"
+        return f"sample{cut}  {' '.join(text.split())}"

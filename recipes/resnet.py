@@ -30,6 +30,7 @@ class ResNet(Recipe):
     """
 
     name: ClassVar[str] = "resnet"
+    shown_by: ClassVar[str] = "predict.py {run} path=photos"
     unit: ClassVar[str] = "images"
     mixes_images: ClassVar[bool] = True
     known_sum = True

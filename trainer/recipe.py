@@ -149,6 +149,8 @@ class Recipe:
     """Factor of the optimizer's default learning rate with ``init_from``; None: it stays."""
     adapter_lr: ClassVar[float | None] = None
     """The same where only low-rank adapters are trained (``recipe.lora``)."""
+    shown_by: ClassVar[str] = "evaluate.py {run}"
+    """The command in ``scripts/`` that shows what a trained model can do; ``{run}`` becomes ``run=outputs/…``."""
 
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)
@@ -327,6 +329,7 @@ class UserRecipe(Recipe):
     """``recipe=own``: a model and data that a Python program has already, see ``Recipe.of``; it has no options."""
 
     name: ClassVar[str] = "own"
+    shown_by: ClassVar[str] = ""  # what a script does needs that program
     known_sum = True  # ``check`` has warned
     model: Any = field(default=None, metadata=NO_OPTION)
     objective: Any = field(default=None, metadata=NO_OPTION)

@@ -1,4 +1,4 @@
-"""What the terminal shows: the start block, the progress of work, the summary table."""
+"""What the terminal shows: lines, blocks of facts, and in place the progress of training and of other work."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ import logging
 import math
 import os
 import select
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rich.console import Console
-from rich.progress import Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from mantissa.display import duration, loss, quantity
+from mantissa.display import duration, quantity
 from trainer.errors import redacted
 
-Rows = Iterable[tuple[str, str]]
+Rows = Iterable[tuple[str, str | Text]]
 Advance = Callable[..., None]
 """Takes how much is done, and how much there is where that was not known before; it may be called often."""
-_SLOW_S = 2.0
-"""Seconds that work takes before a file shows its progress; and between two lines of the progress of training there."""
+WIDTH = 100
+"""Columns of what is shown; fewer where a terminal has fewer."""
+_SLOW_S = 10.0
+"""Seconds that work takes before a file shows its progress."""
 _AGAIN_S = 20.0
 """Seconds between two lines of the progress of one piece of work in a file."""
+_REFRESHED_S = 0.2
+"""Seconds between two updates of what is in place: each takes about a millisecond, a step of a tiny model no more."""
 
 
 class _Console(Console):
@@ -37,43 +40,52 @@ class Terminal:
     """Writes to standard output. On a terminal, progress stays in place; in a file or a notebook it is a line each."""
 
     def __init__(
-        self, console: Console | None = None, shown: bool = True, logged: bool = True, quiet: bool = False
+        self,
+        console: Console | None = None,
+        shown: bool = True,
+        logged: bool = True,
+        quiet: bool = False,
+        brief: bool = False,
     ) -> None:
         """Write to ``console`` (None: standard output), or nothing at all where another process does.
 
-        With ``logged`` what other parts log is shown here, too. With ``quiet`` only warnings are shown.
+        With ``logged`` what other parts log is shown here, too. With ``quiet`` only warnings are shown, with ``brief``
+        also the one line that says how a run ended, and progress in place.
         """
+        self.brief = brief
         self._quiet = quiet
         self.console = console or _Console(highlight=False, quiet=not shown, force_jupyter=False)
-        self._in_place = self.console.is_terminal and not (self.console.quiet or quiet)
+        self.width = min(WIDTH, self.console.width) if self.console.is_terminal else WIDTH
+        self.in_place = self.console.is_terminal and not (self.console.quiet or quiet)
         self._progress = Progress(
-            TextColumn("{task.description}", style="green", markup=False),
-            TimeElapsedColumn(),
+            BarColumn(24, complete_style="green", finished_style="green"),
+            TextColumn("{task.description}", markup=False),
             console=self.console,
-            refresh_per_second=4,  # a refresh takes about a millisecond, which would slow the steps of a tiny model
+            refresh_per_second=4,
             transient=True,
             redirect_stdout=not self.console.stderr,  # else what is printed would go there, too
         )
         self._training: TaskID | None = None
-        self._shown = -math.inf
-        self._metrics: dict[str, float] = {}
+        self._drawn = -math.inf
         if logged:
             logger = logging.getLogger("mantissa")
             logger.handlers[:] = [_Shown(self)]
             logger.setLevel(logging.INFO)
             logger.propagate = False
 
-    def block(self, title: str, rows: Rows) -> None:
+    def block(self, title: str, rows: Rows, style: str = "bold", rows_style: str = "") -> None:
         """Show aligned ``name  value`` rows under a title; long values are wrapped."""
-        self.note(title, style="bold")
+        self.note(title, style)
         rows = list(rows)
         widest = max((len(name) for name, _ in rows), default=0)
-        room = max(24, self.console.width - widest - 5) if self.console.is_terminal else 10_000
+        indent = widest + 4 if widest else 2
         for name, value in rows:
-            first, *others = textwrap.wrap(value, room, break_on_hyphens=False) or [""]
-            self.note(Text.assemble("  ", (f"{name:<{widest}}", "cyan"), f"  {first}"))
-            for line in others:
-                self.note(" " * (widest + 4) + line)
+            text = value if isinstance(value, Text) else Text(value)
+            lines = text.wrap(self.console, max(24, self.width - indent)) or [Text()]
+            for number, line in enumerate(lines):
+                line.rstrip()
+                label = f"  {'' if number else name:<{widest}}"
+                self.note(Text.assemble((f"{label:<{indent}}", "cyan"), line, style=rows_style))
 
     def warn(self, message: str) -> None:
         """Show a warning."""
@@ -81,30 +93,28 @@ class Terminal:
 
     def note(self, message: str | Text = "", style: str = "") -> None:
         """Show a line as it is, above the progress."""
-        if not self._quiet:
+        if not (self._quiet or self.brief):
             self._print(message, style)
+
+    def outcome(self, message: str) -> None:
+        """Show how a run ended: the only line of one that is ``brief``."""
+        if not self._quiet:
+            self._print(message)
 
     def _print(self, message: str | Text, style: str = "") -> None:
         text = message if isinstance(message, Text) else Text(message, style)
         soft_wrap = not self.console.is_terminal  # a file has no line width
         _unless_closed(lambda: self.console.print(text, soft_wrap=soft_wrap))
 
-    def progress(self, step: int, steps: int, metrics: dict[str, float] | None, unit: str) -> None:
-        """Show the progress of training, a few times a second at most; ``metrics`` is None within a log interval."""
+    def bar(self, done: int, total: int, text: Callable[[], str]) -> None:
+        """Show in place how much of the training is done, a few times a second at most."""
         now = time.perf_counter()
-        interval_s = 0.2 if self._in_place else _SLOW_S if metrics else 10 * _SLOW_S
-        if now - self._shown < interval_s and (metrics is None or step not in (1, steps)):
+        if not self.in_place or now < self._drawn + _REFRESHED_S:
             return
-        if metrics:  # of the first step, the time says nothing about the others
-            self._metrics = metrics | ({"step_time_s": math.nan} if step == 1 else {})
-        self._shown = now
-        line = progress_line(step, steps, self._metrics, unit)
-        if not self._in_place:
-            self.note(line)
-        elif self._training is None:
-            self._training = self._begin(line)
-        else:
-            self._progress.update(self._training, description=line)
+        self._drawn = now
+        if self._training is None:
+            self._training = self._begin("", total)
+        self._progress.update(self._training, completed=done, description=text())
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -120,13 +130,14 @@ class Terminal:
         """Show the progress of other work, see the function ``work``."""
         began = time.perf_counter()
         due = began + _SLOW_S
-        task = self._begin(label) if self._in_place else None
+        task = self._begin(label, total) if self.in_place else None
 
         def advance(done: float, of: float | None = None) -> None:
             nonlocal due, total
             total, now = of or total, time.perf_counter()
             if task is not None:
-                self._progress.update(task, description=work_line(label, done, total, unit, now - began))
+                line = work_line(label, done, total, unit, now - began)
+                self._progress.update(task, completed=done, total=total, description=line)
             elif now >= due:
                 due = now + _AGAIN_S
                 self.note(work_line(label, done, total, unit, now - began))
@@ -139,8 +150,8 @@ class Terminal:
                 if not self._progress.tasks:
                     self.end_progress()
 
-    def _begin(self, description: str) -> TaskID:
-        task = self._progress.add_task(description)
+    def _begin(self, description: str, total: float | None) -> TaskID:
+        task = self._progress.add_task(description, total=total)
         _unless_closed(self._progress.start)
         return task
 
@@ -149,7 +160,7 @@ class Terminal:
         if self._training is not None:
             self._progress.remove_task(self._training)
             self._training = None
-        if self._in_place:  # elsewhere rich ends it by an empty line
+        if self.in_place:  # elsewhere rich ends it by an empty line
             _unless_closed(self._progress.stop)
 
 
@@ -203,23 +214,6 @@ class _Shown(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         (self.terminal.warn if record.levelno >= logging.WARNING else self.terminal.note)(redacted(record.getMessage()))
-
-
-def progress_line(step: int, steps: int, metrics: dict[str, float], unit: str) -> str:
-    """Return ``step 20/300  loss 5.123  12.3k tokens/s  norm 1.2  scale 65536  eta 0:42``."""
-    parts = [f"step {step:>{len(str(steps))}}/{steps}"]
-    if not metrics:  # none yet
-        return parts[0]
-    parts.append(f"loss {loss(metrics['loss'])}")
-    parts.append(f"{quantity(metrics[f'{unit}_per_s'])} {unit}/s")
-    parts.append(f"norm {metrics['grad_norm']:.3g}")
-    if metrics["loss_scale"] != 1:
-        parts.append(f"scale {metrics['loss_scale']:g}")
-    if metrics["skipped_steps"]:
-        parts.append(f"skipped {metrics['skipped_steps']:g}")
-    if math.isfinite(metrics["step_time_s"]):
-        parts.append(f"eta {duration((steps - step) * metrics['step_time_s'])}")
-    return "  ".join(parts)
 
 
 def work_line(label: str, done: float, total: float | None, unit: str, seconds: float) -> str:

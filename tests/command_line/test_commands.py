@@ -135,7 +135,7 @@ def test_the_run_folder_holds_everything(succeed: Train, folder: Path) -> None:
     manifest = read(run / "precision.json")
     assert manifest["effective"]["fp32_modules"] == ["gpt2.transformer.ln_f"]
     assert any("bfloat16" in row["compute"] for row in manifest["modules"] if row["weights"] == "float32")
-    assert "requested bf16; matmuls run in bfloat16" in done.out
+    assert "bf16 autocast, fp32 weights" in done.out
     assert ("fp32 arithmetic, this CPU has no bf16" in done.out) == (manifest["support"] == "emulated")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 8, 8]
@@ -146,18 +146,39 @@ def test_the_run_folder_holds_everything(succeed: Train, folder: Path) -> None:
 
 def test_the_terminal_shows_what_will_happen_and_what_happened(train: Train) -> None:
     done = train(*GPT2, *SHORT[1:], "steps=30", "micro_batch_size=2", "precision=fp16", "scaler.init=1e9")
-    before, _, after = done.out.partition("summary\n")
+    before, _, after = done.out.partition("Done in ")
     for words in (
-        *("gpt2 (size nano), 836k parameters", "synthetic: 1,048,576 tokens", "4 samples per step = 2 × 2; 30 steps"),
-        *("AdamW, lr 0.001, schedule cosine, clip norm, scaler auto, compile off", "step  1/30  loss ", "step 30/30  "),
-        "skipped ",
-        "eval_every=25",  # chosen, and shown as the override that changes it
+        *("gpt2 nano, 836k parameters", "synthetic: 1,048,576 tokens", "fp16 autocast, fp32 weights"),
+        *("4 × 16 tokens = 2 microbatches of 2 · 30 steps · ", "AdamW, lr 0.001 cosine, clip norm 1\n"),
+        *(" eval_every=25 ", "(--why)\n", " skipped\n"),
     ):
         assert words in before
-    for words in ("perplexity (validation) ", "tokens/s", "process memory ", "a generated sample after"):
+    rows = [line.split() for line in before.splitlines()[-3:-1]]
+    assert [(row[0], row[-1]) for row in rows] == [("25", "★"), ("30", "★")]
+    for words in (
+        "  valid loss ",
+        "(best, step 30)\n",
+        " tokens/s median",
+        " peak (process)",
+        " skipped steps",
+        "  sample  ‹",
+    ):
         assert words in after
-    assert "run folder outputs/gpt2-fp16-s0\n" in after  # and no MLflow to compare runs in
+    *_, folder, generate, compare = after.splitlines()  # and no MLflow to compare runs in
+    assert folder.split() == ["outputs/gpt2-fp16-s0/best", "opens", "in", "transformers"]
+    assert generate.endswith('/generate.py run=outputs/gpt2-fp16-s0 prompt="def "')
+    typed = " ".join(each for each in GPT2 if each.startswith(("recipe", "data")))
+    assert compare.endswith(f"/compare.py {typed} arms=fp32,fp16 seeds=5")
     assert done.err == ""
+    long = [line for line in done.out.splitlines() if len(line) > 100]
+    assert [line for line in long if "compare.py" not in line and not line.startswith("note: ")] == []
+
+
+def test_the_reason_of_each_automatic_value_is_shown_on_demand(train: Train) -> None:
+    for asked, shown in (((), False), (("--why",), True), (("why=true",), True)):
+        done = train(*BIGNET, *SHORT, *asked)
+        assert done.code == 0, done.err
+        assert ("at most ten evaluations per run" in done.out, "(--why)" in done.out) == (shown, not shown)
 
 
 def test_a_run_that_is_faster_than_the_measured_rate_lets_the_next_one_measure_it(
@@ -173,9 +194,9 @@ def test_a_run_that_is_faster_than_the_measured_rate_lets_the_next_one_measure_i
 def test_bignet_ends_with_the_ledger(train: Train, folder: Path) -> None:
     """One peak: that of the tensors, beside the memory of the process."""
     done = train(*BIGNET, "recipe.width=64", "steps=4", *SHORT[1:], "precision=bf16")
-    after = done.out.partition("summary\n")[2]
+    after = done.out.partition("Done in ")[2]
     peak = size(read(only_run(folder) / "profile" / "ledger.json")["peak_bytes"])
-    assert re.findall(r"(?:peak|process) memory +(\S+ \S+)", after)[0] == peak
+    assert re.findall(r"(\S+ \S+) peak \(", after)[0] == peak
     for category in ("weights", "gradients", "optimizer", "autocast_copies", "activations", "temporary"):
         assert f"\n{category} " in after
     ledger = read(only_run(folder) / "profile" / "ledger.json")

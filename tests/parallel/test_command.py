@@ -125,9 +125,8 @@ def test_a_run_goes_from_two_processes_to_one_and_back(start: Start, tmp_path: P
     """Saved by FSDP in two parts, resumed on one device, then by DDP, then by FSDP: the same losses as never moved."""
     run = tmp_path / "outputs" / "run"
     out, err = done(start(2, "parallel=fsdp", "precision=bf16", "steps=3"))
-    assert "8 samples per step = 2 × 2 × 2 processes (fsdp)" in out
-    assert "TFLOP/s of each process measured here in bf16 matmuls" in out
-    assert out.count("run folder") == 1  # one process prints
+    assert " tokens = 2 microbatches of 2 × 2 processes (fsdp) · 3 steps" in out
+    assert out.count("Done in ") == 1  # one process prints
     assert "rank" not in out + err.replace("nproc", "")
     assert (run / "checkpoints/step-00000003/model-00002-of-00002.safetensors").exists()
     shard = run / "checkpoints/step-00000003/optimizer-00002-of-00002.safetensors"

@@ -140,7 +140,7 @@ def test_the_generated_sample_has_only_known_tokens_and_is_repeatable() -> None:
         word = trainer.recipe.closing_text(trainer.model, trainer.datasets, torch.device("cpu"))
         assert word == trainer.recipe.closing_text(trainer.model, trainer.datasets, torch.device("cpu"))
     assert word is not None
-    written = word.partition("\n")[2]
+    written = word.partition("›")[2]
     assert written.count("<") == 8
     assert all(int(number.rstrip(">")) < 90 for number in written.split("<")[1:])
 
@@ -148,9 +148,9 @@ def test_the_generated_sample_has_only_known_tokens_and_is_repeatable() -> None:
 @pytest.mark.parametrize(
     ("a_token_s", "told"),
     [
-        (0.0, "a generated sample after '<6><45>"),
-        (0.19, "a generated sample, 10 of 16 tokens because 2 s were over, after '<6><45>"),
-        (3.0, "a generated sample, 0 of 16 tokens because 2 s were over, after '<6><45>"),
+        (0.0, "sample  ‹<6><45>"),
+        (0.19, "sample (10 of 16 tokens in 2 s)  ‹<6><45>"),
+        (3.0, "sample (0 of 16 tokens in 2 s)  ‹<6><45>"),
     ],
 )
 def test_the_generated_sample_takes_two_seconds_at_most(
@@ -168,7 +168,7 @@ def test_the_generated_sample_takes_two_seconds_at_most(
         text = trainer.recipe.closing_text(trainer.model, trainer.datasets, torch.device("cpu"))
         assert (used[0], {*used[1:]}, torch.get_num_threads()) == (2, {1}, 2)
     assert text.startswith(told)
-    assert text.partition("\n")[2].count("<") == {0.0: 16, 0.19: 10, 3.0: 0}[a_token_s]
+    assert text.partition("›")[2].count("<") == {0.0: 16, 0.19: 10, 3.0: 0}[a_token_s]
 
 
 @pytest.mark.parametrize(("kind", "approximate"), [("tanh", "tanh"), ("erf", "none")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import threading
 
 import pytest
@@ -12,17 +13,16 @@ from rich.console import Console
 from trainer import terminal as module
 from trainer.terminal import Terminal, work
 
-METRICS = {"loss": 2.5, "tokens_per_s": 12_300.0, "grad_norm": 1.2, "loss_scale": 65536.0, "skipped_steps": 1.0}
-
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_progress_stays_in_place_on_a_terminal_and_is_a_line_each_in_a_file(
+def test_progress_stays_in_place_on_a_terminal_and_is_a_line_in_a_file(
     in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_SLOW_S", 0.0)
     out = io.StringIO()
     terminal = Terminal(Console(file=out, force_terminal=in_place, width=120), logged=False)
-    terminal.progress(20, 300, METRICS | {"step_time_s": 0.15}, "tokens")
+    terminal.bar(20, 300, lambda: "20/300  loss 2.5000")
+    terminal.bar(21, 300, lambda: "too soon")
 
     def tokenize() -> None:  # in a thread of a library
         with work("tokenizing [all]", unit="MB") as advance:
@@ -36,28 +36,43 @@ def test_progress_stays_in_place_on_a_terminal_and_is_a_line_each_in_a_file(
     terminal.note("a line")
     terminal.end_progress()
     shown = out.getvalue()
-    step = "step  20/300  loss 2.5000  12.3k tokens/s  norm 1.2  scale 65536  skipped 1  eta 0:42"
     work_shown = "tokenizing [all]  12/48 MB  eta 0:00"
     assert ("\x1b[2K" in shown) == in_place  # the line is erased
+    assert "too soon" not in shown
     if in_place:
-        assert step in shown
+        assert "20/300  loss 2.5000" in shown
         assert work_shown in shown
     else:
-        assert shown.splitlines() == [step, work_shown, "a line"]
+        assert shown.splitlines() == [work_shown, "a line"]
 
 
-def test_a_quiet_one_shows_warnings_only() -> None:
+@pytest.mark.parametrize("brief", [False, True])
+def test_a_quiet_one_shows_warnings_only_and_a_brief_one_its_outcome_too(brief: bool) -> None:
     out = io.StringIO()
-    terminal = Terminal(Console(file=out, force_terminal=True), logged=False, quiet=True)
+    terminal = Terminal(Console(file=out, force_terminal=not brief), logged=False, quiet=not brief, brief=brief)
     with terminal.work("evaluating", 48, "batches") as advance:
         advance(12)
     terminal.note("a line")
     terminal.block("a block", [("a", "row")])
-    terminal.progress(20, 300, METRICS | {"step_time_s": 0.15}, "tokens")
+    terminal.bar(20, 300, lambda: "20/300")
     assert out.getvalue() == ""
+    terminal.outcome("how it ended")
+    assert out.getvalue() == "how it ended\n" * brief
     terminal.warn("look")
     terminal.end_progress()
     assert "look" in out.getvalue()
+
+
+@pytest.mark.parametrize("columns", [None, 60])
+def test_no_fact_of_a_block_is_lost_in_any_width(columns: int | None) -> None:
+    out, words = io.StringIO(), [f"word{number}" for number in range(40)]
+    Terminal(Console(file=out, force_terminal=columns is not None, width=columns), logged=False).block(
+        "title", [("name", " ".join(words)), ("longer", "a row")]
+    )
+    lines = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in out.getvalue().splitlines()]
+    assert max(map(len, lines)) <= (columns or 100)
+    assert [line[:10] for line in lines] == ["title", "  name    ", *[10 * " "] * (len(lines) - 3), "  longer  "]
+    assert " ".join(lines).split() == ["title", "name", *words, "longer", "a", "row"]
 
 
 def test_what_does_not_take_long_leaves_no_line_in_a_file() -> None:

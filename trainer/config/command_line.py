@@ -86,6 +86,7 @@ def read(arguments: Sequence[str]) -> CommandLine:
     Raises:
         UserError: an argument without a key, with dashes before the key, or a name that no group or choice has.
     """
+    arguments = ["why=true" if argument == "--why" else argument for argument in arguments]
     flags = get_args_parser()._option_string_actions
     readable: list[str] = []
     overrides: list[Override] = []

@@ -32,7 +32,7 @@ State = Literal["complete", "not finite", "interrupted"]
 
 _ELSEWHERE = (
     *("checkpoint", "tracking", "resume", "recipe_path", "output_dir", "run_name"),
-    *("tags", "note", "quiet"),
+    *("tags", "note", "quiet", "why"),
 )
 """Keys and groups that change nothing about a run but where its results are, and what is said of it."""
 MAY_CHANGE = (

@@ -52,6 +52,8 @@ class RunConfig:
     """When a run ends before its last step."""
     quiet: bool = False
     """Show nothing but warnings, errors and the table of a sweep."""
+    why: bool = False
+    """Show the reason of every value that was chosen automatically; ``--why`` is short for it."""
     log_every: int = 10
     """Optimizer steps between two lines of logged metrics (metrics.jsonl)."""
     recipe_path: str | None = None

@@ -101,18 +101,14 @@ class Utilisation:
         }
 
 
-def text(facts: dict[str, Any], processes: int) -> str | None:
-    """Return the row of the summary table: ``41.3 % of 0.0892 TFLOP/s measured here in fp32 matmuls``."""
+def text(facts: dict[str, Any]) -> str | None:
+    """Return ``MFU 41.3 %``, of the rate that the start block shows, and of the data sheet's."""
     if facts["unknown"]:
-        return f"not known: {facts['unknown']}"
+        return f"MFU not known: {facts['unknown']}"
     if facts["mfu"] is None:
         return None
-    of_each = " of each process" if processes > 1 else ""
-    rate = f"{quantity(facts['measured_tflops'])} TFLOP/s{of_each} measured here in {facts['format']} matmuls"
-    row = f"{_percent(facts['mfu'])} of {rate}"
-    if facts["mfu_of_data_sheet"] is not None:
-        row += f"; {_percent(facts['mfu_of_data_sheet'])} of the data sheet's {quantity(facts['data_sheet_tflops'])}"
-    return row
+    sheet = facts["mfu_of_data_sheet"]
+    return f"MFU {_percent(facts['mfu'])}{f' ({_percent(sheet)} of the data sheet)' if sheet is not None else ''}"
 
 
 def _percent(share: float) -> str:

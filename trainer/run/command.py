@@ -22,7 +22,7 @@ from trainer.config.explain import explained
 from trainer.errors import Interrupted, RunError, UserError, redacted
 from trainer.parallel.world import check_launch, launched_processes, tell_torchrun
 from trainer.run import provenance
-from trainer.run.signals import OUTSIDE
+from trainer.run.signals import OUTSIDE, clear_line
 from trainer.run.sweep import Sweep, TrainOne
 from trainer.terminal import leave_unread
 
@@ -104,6 +104,7 @@ def _train_one(
 
         with explained():
             config = build(composed, overrides, recorded)
+        clear_line()
         return 0, train(config, run_class or Run), False
     except (Exception, KeyboardInterrupt) as error:
         some_ranks = launched_processes() > 1 and not getattr(error, "shared", False)
@@ -113,6 +114,7 @@ def _train_one(
 def _report(error: Exception | KeyboardInterrupt) -> int:
     """Report the error, once if several ranks raise the same, and return the exit code."""
     leave_unread()
+    clear_line()
     if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted):
         error = Interrupted(OUTSIDE, signal.SIGINT)
     if not isinstance(error, RunError | Interrupted):

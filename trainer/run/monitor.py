@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -157,10 +158,15 @@ class Monitor:
         self._window.disturbed = True
 
     def throughput(self) -> tuple[float, float] | None:
-        """Return units per second and seconds per step over the run, without the first window when there are more."""
-        windows = self._measured[1:] or self._measured
-        steps, seconds = (sum(getattr(window, name) for window in windows) for name in ("steps", "seconds"))
-        return (sum(window.units for window in windows) / seconds, seconds / steps) if seconds > 0 and steps else None
+        """Return units per second and seconds per step: the medians over steps, each of which counts as its window.
+
+        So what slows a few of them, such as the start of MLflow, does not count; nor the first window of several.
+        """
+        windows = [window for window in self._measured[1:] or self._measured for _ in range(window.steps)]
+        if not windows:
+            return None
+        seconds = statistics.median(window.seconds / window.steps for window in windows)
+        return statistics.median(window.units / window.seconds for window in windows), seconds
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to report the same numbers; call ``collect`` first."""

@@ -2,41 +2,77 @@
 
 from __future__ import annotations
 
+import math
+import os
+import re
+import shlex
 import signal
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mantissa.display import quantity, size
-from mantissa.formats import FP32
+import torch
+from rich.text import Text
+
+import mantissa
+from mantissa.display import about, counted, duration, quantity, size
+from mantissa.formats import BF16, FP32
+from mantissa.names import format_name as format_name_of
 from trainer.checkpoint import store as checkpoint
-from trainer.config.step import EPOCH
 from trainer.errors import RunError
-from trainer.files import PRECISION_FILE, read_object, run_facts
+from trainer.files import BEST, PRECISION_FILE, PROJECT, read_object, run_facts
+from trainer.hardware import NATIVE, Hardware
 from trainer.optim.ema import ExponentialMovingAverage
 from trainer.optim.groups import LR_FACTOR
 from trainer.precision.manifest import warning_if_slow
-from trainer.recipe import Decision
+from trainer.recipe import Decision, UserRecipe
+from trainer.run.summary import rate_in_short, scores_in_short, summary_lines
 from trainer.run_folder import RunFolder
-from trainer.terminal import Rows, Terminal
+from trainer.terminal import Terminal
 from trainer.trainer import Trainer
+
+if TYPE_CHECKING:
+    from trainer.run.run import Run
+
+
+def identity(hardware: Hardware, processes: int) -> str:
+    """Return ``Mantissa 0.2.0 · torch 2.15.0 · Intel Xeon, 2 cores, AMX · 23.5 GiB``."""
+    device = re.sub(r"\((R|TM)\)| Processor| CPU|@.*", "", hardware.name).strip()
+    if not hardware.is_gpu:
+        amx = ", AMX" if any(flag.startswith("amx") for flag in hardware.cpu_flags) else ""
+        device += f", {counted(hardware.cpu_cores, 'core')}{amx}"
+    device += f" × {processes} processes" if processes > 1 else ""
+    memory = size(hardware.memory_bytes)
+    return f"Mantissa {mantissa.__version__} · torch {torch.__version__} · {device} · {memory}"
+
+
+def title(trainer: Trainer, folder: Path) -> str:
+    """Return the run's name, and where it goes on."""
+    return folder.name + (f", resumed after step {trainer.step}" if trainer.step else "")
 
 
 def show_start(
     terminal: Terminal, trainer: Trainer, manifest: dict[str, Any], folder: Path, decisions: list[Decision]
 ) -> None:
     """Show what trains, what was chosen, and warn about what will not be as the user expects."""
-    config, effective = trainer.config, manifest["effective"]
+    config, effective, batching = trainer.config, manifest["effective"], trainer.plan.batching
     slow = warning_if_slow(config.precision, trainer.hardware, effective["matmul_tflops"])
     for sentence in filter(None, [slow, *warnings(trainer, folder)]):
         terminal.warn(sentence)
     if not slow and (why := effective["slower_than_fp32"]):
         advise = f"python scripts/advise.py recipe={config.recipe.name} … measures it"
         terminal.note(f"note: {config.precision.mode} is about as slow as fp32 here, or slower: {why}; {advise}")
-    title = folder.name + (f", resumed after step {trainer.step}" if trainer.step else "")
-    terminal.block(title, start_rows(trainer, manifest, folder))
-    if decisions:
-        rows = [(f"{decision.key}={_shown(decision.value)}", decision.why) for decision in decisions]
-        terminal.block("chosen automatically (override any of them)", rows)
+    rows = start_rows(trainer, manifest, folder, decisions)
+    chosen = {each.key: (str(_shown(each.value)), each.why) for each in decisions if each.key != "init_from"}
+    if chosen and not config.why:
+        said = {"micro_batch_size"} if batching.accumulation == batching.ranks == 1 else {}  # by batch_size
+        short = [f"{key.rpartition('.')[2]}={value}" for key, (value, _) in chosen.items() if key not in said]
+        rows.append(("auto", Text(f"{' '.join(short)}   (--why)", "dim")))
+    terminal.block(title(trainer, folder), rows)
+    if config.why:
+        reasons = [(f"{key}={value}", why) for key, (value, why) in chosen.items()]
+        terminal.block("chosen automatically (override any of them)", reasons)
 
 
 def _shown(value: object) -> object:
@@ -46,72 +82,95 @@ def _shown(value: object) -> object:
     return value
 
 
-def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows:
-    """Return the start block: what trains, on what, in which precision, how the batch is made up, where it goes."""
-    config, plan, hardware, batching = trainer.config, trainer.plan, trainer.hardware, trainer.plan.batching
+def start_rows(
+    trainer: Trainer, manifest: dict[str, Any], folder: Path, decisions: list[Decision]
+) -> list[tuple[str, str | Text]]:
+    """Return what trains, from which weights, on what, in which precision, in which batches; no option's default."""
+    config, plan = trainer.config, trainer.plan
     numbers = {name: parameter.numel() for name, parameter in trainer.model.named_parameters()}
-    parameters = f"{quantity(sum(numbers.values()))} parameters"
+    facts = config.recipe.summary_fields(trainer.model, trainer.datasets)
+    model = [f"{config.recipe.name} {facts.pop('size', '')}".rstrip()]
+    model += [f"{name.replace('_', ' ')} {value}" for name, value in facts.items()]
+    model.append(f"{quantity(sum(numbers.values()))} parameters")
     if trainer.frozen:
-        parameters += f", {quantity(sum(numbers[name] for name in trainer.frozen))} of them frozen"
-    facts = ", ".join(
-        f"{name} {value}" for name, value in config.recipe.summary_fields(trainer.model, trainer.datasets).items()
-    )
-    rows = [("recipe", f"{config.recipe.name}{f' ({facts})' if facts else ''}, {parameters}")]
-    if source := run_facts(folder, "init_from"):
-        step = "" if source["step"] is None else f", step {source['step']}"  # of another program's file
-        rows.append(("weights", f"of {source['run']}{step}"))
-    processes = f" × {batching.ranks} processes ({config.parallel.kind})" if batching.ranks > 1 else ""
-    count = plan.steps * batching.batch_size / len(trainer.datasets.train)
-    epochs = f"{count:.3g} epochs" if count >= 0.01 else "less than 0.01 epochs"
-    factors = [group[LR_FACTOR] for group in trainer.optimizer.param_groups]
-    tags = ", ".join(f"{name}={value}" for name, value in config.tags.items())
-    lrs = dict.fromkeys(config.optimizer.lr * factor for factor in (min(factors), max(factors)))
-    return [
-        *rows,
-        ("data", "; ".join(filter(None, [trainer.datasets.description, config.augment.effect()]))),
-        ("precision", _precision(trainer, manifest["effective"])),
-        ("device", f"{hardware.name} ({hardware.device}, {size(hardware.memory_bytes)}, {hardware.cpu_cores} cores)"),
-        (
-            "batch",
-            f"{batching.batch_size} samples per step = {batching.accumulation} × "
-            f"{batching.micro_batch_size}{processes}; {plan.steps} steps = {epochs}",
-        ),
-        (
-            "optimizer",
-            f"{config.optimizer.name}, lr {' to '.join(f'{lr:g}' for lr in lrs)}, schedule {config.schedule.kind}, "
-            f"clip {config.clip.kind}, scaler {config.scaler.kind}, compile {config.compile.mode}, "
-            f"state {config.optimizer.state}",
-        ),
-        ("evaluation", _evaluation(trainer)),
-        ("output", str(folder)),
-        *((name, text) for name, text in (("tags", tags), ("note", config.note)) if text),
-    ]
+        model.append(f"{quantity(sum(numbers[name] for name in trainer.frozen))} of them frozen")
+    source = run_facts(folder, "init_from")
+    step = f", step {source['step']}" if source.get("step") is not None else ""  # else another program's file
+    weights = [f"of {source['run']}{step}"] if source else []
+    for each in decisions:
+        if each.key == "init_from":
+            weights.append(each.why if each.value == source.get("run") else f"{each.value}: {each.why}")
+    epochs = quantity(plan.steps * plan.batching.batch_size / len(trainer.datasets.train))
+    length = f"{counted(plan.steps, 'step')} · {epochs} epoch{'' if epochs == '1' else 's'}"
+    rows: dict[str, str | Text | None] = {
+        "model": ", ".join(model),
+        "weights": "; ".join(weights),
+        "data": "; ".join(filter(None, [trainer.datasets.description, config.augment.effect()])),
+        "precision": _precision(trainer, manifest["effective"]),
+        "batch": f"{_batch(trainer)} · {length}",
+        "optimizer": _optimizer(trainer),
+        "evaluation": _evaluation(trainer),
+        "tags": ", ".join(f"{name}={value}" for name, value in config.tags.items()),
+        "note": config.note,
+    }
+    return [(name, value) for name, value in rows.items() if value]
 
 
-def _precision(trainer: Trainer, effective: dict[str, Any]) -> str:
+def _batch(trainer: Trainer) -> str:
+    """Return ``16 × 64 tokens``, and where there are several, the microbatches and processes that it is made of."""
+    batching, recipe, samples = trainer.plan.batching, trainer.config.recipe, trainer.first_samples()
+    units, rest = divmod(recipe.count_units(samples), len(next(iter(samples.values()))))
+    text = f"{batching.batch_size:,} samples" if rest else f"{batching.batch_size:,} × {units:,} {recipe.unit}"
+    text = text.replace(" × 1 ", " ")
+    if batching.accumulation > 1 or batching.ranks > 1:
+        text += f" = {counted(batching.accumulation, 'microbatch')} of {batching.micro_batch_size}"
+    return text + (f" × {batching.ranks} processes ({trainer.config.parallel.kind})" if batching.ranks > 1 else "")
+
+
+def _precision(trainer: Trainer, effective: dict[str, Any]) -> Text:
     """Return what was asked for and what computes, with its measured matmul throughput beside that of fp32."""
     precision, rates = trainer.config.precision, effective["matmul_tflops"]
     format_name = precision.format.number.name
-    matmuls = f"matmuls run in {effective['matmul_dtype']}"
-    if precision.half is None and trainer.hardware.is_gpu:
-        matmuls += f" ({effective['fp32_in_cuda_matmul']} in matmul, {effective['fp32_in_cudnn_conv']} in convolutions)"
-    beside = "" if format_name == FP32.name else f", fp32 {quantity(rates['fp32'])}"
-    speed = f" (matmuls {quantity(rates[format_name])} TFLOP/s{beside})" if format_name in rates else ""
-    parts = [
-        f"requested {precision.mode}",
-        matmuls,
-        f"{effective['arithmetic']}{speed}",
-        f"weights in {effective['weights_dtype']}, updated in {effective['optimizer_dtype']}",
-    ]
+    weights, updated, product = (
+        " and ".join(map(format_name_of, effective[f"{name}_dtype"].split(", ")))
+        for name in ("weights", "optimizer", "matmul")
+    )
+    parts = [precision.mode + (" autocast" if precision.format.autocast else "")]
+    if precision.half is not None:
+        parts[0] += f", {weights} weights" + ("" if updated == weights else f", updated in {updated}")
+    elif trainer.hardware.is_gpu:
+        parts.append(f"matmul {effective['fp32_in_cuda_matmul']}, convolution {effective['fp32_in_cudnn_conv']}")
+    if product not in (format_name, format_name_of(precision.format.number.dtype)):
+        parts.append(f"matmuls in {product}")
+    ratio = rates.get(format_name, math.nan) / rates.get(FP32.name, math.nan)
+    if format_name in rates:
+        beside = "" if format_name == FP32.name else f", {about(ratio)}x fp32"
+        parts.append(f"matmuls {quantity(rates[format_name])} TFLOP/s{beside}")
+    if is_other := effective["arithmetic"] != f"{NATIVE} on this hardware":
+        parts.append(effective["arithmetic"])
     if layers := effective["scaled_modules"]:
         scaling = f" ({precision.fp8_scaling})" if precision.fp8_scaling else ""
-        parts.append(f"in {format_name}{scaling}: {len(layers)} linear layers")
+        parts.append(f"{format_name}{scaling}: {counted(len(layers), 'linear layer')}")
     if trainer.fp32_modules:
-        parts.append(f"in fp32: {', '.join(trainer.fp32_modules)}")
+        parts.append(f"fp32: {', '.join(trainer.fp32_modules)}")
     for option, operators in precision.operator_overrides.items():
         computed_in = {"fp32_ops": FP32.name, "half_ops": format_name}[option]
         parts.append(f"operators in {computed_in}: {', '.join(operators)}")
-    return "; ".join(parts)
+    text = Text(" · ".join(parts))
+    text.stylize("yellow" if is_other or ratio < 1 else "bold green" if ratio > 1 else "", 0, len(precision.mode))
+    return text
+
+
+def _optimizer(trainer: Trainer) -> str:
+    """Return its name, learning rate and schedule, the clipping, and what is not the default."""
+    config = trainer.config
+    factors = [group[LR_FACTOR] for group in trainer.optimizer.param_groups]
+    lrs = dict.fromkeys(f"{config.optimizer.lr * factor:g}" for factor in (min(factors), max(factors)))
+    limit = getattr(config.clip, f"max_{config.clip.kind}", None)
+    clip = "no clipping" if limit is None else f"clip {config.clip.kind} {limit:g}"
+    others = {"scaler": config.scaler.kind, "compile": config.compile.mode, "state": config.optimizer.state}
+    changed = [f"{name} {value}" for name, value in others.items() if value not in ("auto", "off")]
+    return ", ".join([config.optimizer.name, f"lr {' to '.join(lrs)} {config.schedule.kind}", clip, *changed])
 
 
 def warnings(trainer: Trainer, folder: Path) -> list[str]:
@@ -138,16 +197,49 @@ def warnings(trainer: Trainer, folder: Path) -> list[str]:
 
 
 def _evaluation(trainer: Trainer) -> str:
-    """Return when what is evaluated, on how much."""
-    config, plan = trainer.config, trainer.plan
-    every, samples = len(trainer.datasets.valid), plan.eval_samples
-    when = f"after each {EPOCH}" if config.eval_every == EPOCH else f"every {plan.eval_every} steps"
-    text = f"{when}, {min(samples, every):,} of {every:,} samples"
-    if isinstance(config.ema, ExponentialMovingAverage):
-        text += f", of averaged weights (ema.decay={config.ema.decay})"
-    if config.early_stopping.patience is not None:
-        text += f"; ends after {config.early_stopping.patience} without an improvement"
-    return text
+    """Return what is evaluated where it is not the weights, and what ends the run early."""
+    ema, patience = trainer.config.ema, trainer.config.early_stopping.patience
+    parts = [f"averaged weights (ema.decay={ema.decay})"] if isinstance(ema, ExponentialMovingAverage) else []
+    if patience is not None:
+        parts.append(f"ends the run after {patience} without an improvement")
+    return "; ".join(parts)
+
+
+def show_end(terminal: Terminal, run: Run, summary: dict[str, Any], texts: Sequence[str]) -> None:
+    """Show the result, the texts of a profile and of the recipe, where everything is, and what to do with it."""
+    took = duration(run.totals()["wall_time_s"])
+    if terminal.brief:
+        parts = (scores_in_short(summary), rate_in_short(summary), took)
+        terminal.outcome(f"{run.title}  {' · '.join(filter(None, parts))}")
+    done = f"\nDone in {took} (training {duration(summary['train_time_s'])})"
+    terminal.block(done, [("", line) for line in summary_lines(summary)], "bold green")
+    for text in texts:
+        line = text if len(text) < terminal.width - 1 else f"{text[: terminal.width - 3]}…"
+        terminal.note(*((text,) if "\n" in text else (f"  {line}", "dim")))
+    terminal.note()
+    for number, (what, about_it) in enumerate(_next(run)):
+        terminal.note(Text.assemble((f"{what:<26}", "" if number else "bold"), f"  {about_it}" if about_it else ""))
+
+
+def _next(run: Run) -> list[tuple[str, str]]:
+    """Return where the best weights are, and the commands that go on from a run, with what they do not say."""
+    config, folder, scripts = run.config, run.folder.path, os.path.relpath(PROJECT / "scripts")
+    found = [(str(folder), "")]
+    if (folder / BEST).exists():
+        about_it = read_object(folder / BEST / "config.json")
+        opens = "transformers" if "architectures" in about_it else about_it.get("library")
+        found = [(str(folder / BEST), f"opens in {opens}" if opens else "")]
+        if command := config.recipe.shown_by.format(run=shlex.quote(f"run={folder}")):
+            found.append((f"python {scripts}/{command}", ""))
+    if not isinstance(config.recipe, UserRecipe):
+        modes = dict.fromkeys((FP32.name, BF16.name if config.precision.mode == FP32.name else config.precision.mode))
+        typed = [each for each in sys.argv[1:] if re.match(r"(recipe|data|experiment)[.=]", each)]
+        if not any(each.startswith(("recipe=", "experiment=")) for each in typed):
+            typed.insert(0, f"recipe={config.recipe.name}")
+        found.append((f"python {scripts}/compare.py {shlex.join(typed)} arms={','.join(modes)} seeds=5", ""))
+    if run.metric_log and (address := run.metric_log.run.address):
+        found.append((f"python {scripts}/ui.py", f"all runs in MLflow; this one is {address}"))
+    return found
 
 
 def stop_message(signum: int, step: int, folder: RunFolder, enabled: bool, command: str) -> str:

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, ClassVar
 
-from mantissa.display import duration, finite, loss
+from mantissa.display import finite
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
@@ -29,7 +29,8 @@ from trainer.run.provenance import doctor_command, git_facts, resume_command
 from trainer.run.record import forget_failure, observed, open_metric_log, record_failure, write_config
 from trainer.run.scores import PREFIX, Score, Scores
 from trainer.run.signals import Signals
-from trainer.run.summary import run_summary, summary_rows, unreadable_samples
+from trainer.run.summary import run_summary, unreadable_samples
+from trainer.run.table import Table
 from trainer.run_folder import RunFolder
 from trainer.terminal import Terminal
 from trainer.tracking.log import MetricLog
@@ -107,6 +108,8 @@ class Run:
             self._restore(saved)
             if self.config.checkpoint.enabled:
                 self.writer.prune()
+        self.title = report.title(trainer, folder.path)
+        self.table = Table(terminal, self.plan, self.monitor)
         self.git = git_facts()
         self.manifest, self.monitor.utilisation = observed(trainer)
         self.metric_log: MetricLog | None = None
@@ -232,7 +235,7 @@ class Run:
         if metrics := self.monitor.add(record):
             self._log_diagnostics()
             self._log(record.step, metrics)
-        self.terminal.progress(record.step, self.plan.steps, metrics, self.config.recipe.unit)
+        self.table.progress(record.step, metrics)
 
     def after_step(self) -> None:
         """Evaluate and save if due after a step, and check whether a signal requests a stop.
@@ -268,7 +271,7 @@ class Run:
         with self.monitor.paused(), self.terminal.work("evaluating the first weights", unit="batches") as advance:
             found = {f"{PREFIX}{name}": value for name, value in self.trainer.evaluate(advance).items()}
         self._log(0, found)
-        self._show(0, found)
+        self.table.row(0, found)
 
     def _evaluate(self, step: int) -> Score:
         """Evaluate, and show, log and return the result.
@@ -280,12 +283,8 @@ class Run:
         with self._watched("evaluating", self._saving) as watch:
             score = self.scores.add(step, self.trainer.evaluate(watch))
         self._log(step, self.scores.final)
-        self._show(step, self.scores.final, "  (best)" if score.improved else "")
+        self.table.row(step, self.scores.final, score.improved)
         return score
-
-    def _show(self, step: int, metrics: dict[str, float], note: str = "") -> None:
-        shown = "  ".join(f"{name} {loss(value)}" for name, value in metrics.items())
-        self.terminal.note(f"step {step}/{self.plan.steps}  {shown}{note}")
 
     @property
     def _saving(self) -> str:
@@ -330,7 +329,8 @@ class Run:
         """Record what is needed to find the cause; return the sentence with the command that does it."""
         step = error.failure["step"]
         self._log(step, error.metrics)  # the last line shows what went wrong
-        self.terminal.progress(step, self.plan.steps, error.metrics, self.config.recipe.unit)
+        self.table.progress(step, error.metrics)
+        self.table.row(step)
         try:
             self.writer.finish()
             self.failure = record_failure(error, self.trainer, self.folder, self._progress())
@@ -363,8 +363,6 @@ class Run:
         self.signals.ahead = "finishing the run"
         self.profiler.finish()
         summary = run_summary(self, "FINISHED")  # the export is no part of the run's memory
-        if why := summary["stopped_early"]:
-            self.terminal.note(f"early stopping: {why}")
         try:
             test = partial(self._watched, "evaluating the test data", "then ending the run")
             epilogue, missing, scores = export_best(self.trainer, self.folder, self.scores.best, self.terminal, test)
@@ -372,23 +370,17 @@ class Run:
             return {}, []
         summary |= {"status": "FAILED" if missing else "FINISHED", "test": finite(scores)} | self.totals()
         summary["unreadable_samples"] = unreadable_samples(self.trainer)
-        self.terminal.block("summary", summary_rows(summary))
         ledger = self.profiler.ledger
         profile = self.profiler.summary if ledger is None else ledger.text().rstrip()
-        for text in filter(None, [profile, epilogue]):
-            self.terminal.note(text)
         self.stopped_by = self.world.all_reduce_max(self.signals.stop or 0) or None
         self.signals.ahead = None  # nothing is lost where MLflow is not waited for
-        if self.metric_log and not self._close_metric_log(summary["status"], summary):
-            missing.append("summary.json could not be written")
-        if self.world.is_main and not missing and self.config.checkpoint.keep == 0:
-            remove_folder(self.folder.checkpoints)
-        compare = "; compare runs with: python scripts/ui.py" if self.metric_log and self.metric_log.run.run_id else ""
-        all_s = self.totals()["wall_time_s"]
-        waited = f"; {duration(all_s)} in all" if all_s > summary["wall_time_s"] + 1 else ""  # for MLflow
-        self.terminal.note(f"\nrun folder {self.folder.path}{waited}{compare}")
-        if self.metric_log and (address := self.metric_log.run.address):
-            self.terminal.note(f"in MLflow {address}")
+        try:
+            if self.metric_log and not self._close_metric_log(summary["status"], summary):
+                missing.append("summary.json could not be written")
+            if self.world.is_main and not missing and self.config.checkpoint.keep == 0:
+                remove_folder(self.folder.checkpoints)
+        finally:  # MLflow, too, may be waited for no longer
+            report.show_end(self.terminal, self, summary, [*filter(None, [epilogue, profile])])
         return summary, missing
 
     def _close(self, status: str) -> None:

@@ -22,6 +22,8 @@ from trainer.errors import Interrupted
 
 OUTSIDE = "interrupted before or after training; saved files are unchanged"
 """The message after a signal that did not arrive during training."""
+CLEARED = "\r\033[2K"
+"""Empties a line of a terminal."""
 
 _LAUNCHERS = {"LOCAL_RANK", "SLURM_JOB_ID"}
 """Variables that torchrun and SLURM set."""
@@ -51,7 +53,15 @@ def begin_program() -> None:
         if getattr(sys, name) is None:  # closed before the program began
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (as long as the program)
     if _speaks() and "quiet=true" not in sys.argv and "torch" not in sys.modules:
-        print("loading torch and the recipes …", file=sys.stderr, flush=True)
+        # Of a flag Hydra may print what does not remove it.
+        in_place = sys.stderr.isatty() and not any(argument.startswith("-") for argument in sys.argv[1:])
+        print("loading torch and the recipes …", end="" if in_place else "\n", file=sys.stderr, flush=True)
+
+
+def clear_line() -> None:
+    """Remove from a terminal what ``begin_program`` has told."""
+    if sys.stderr.isatty():
+        print(end=CLEARED, file=sys.stderr, flush=True)
 
 
 def end_program(code: int) -> NoReturn:
@@ -78,7 +88,7 @@ def take_start_time() -> float:
 def _leave(number: int, frame: FrameType | None) -> None:
     """End the process: an exception would be shown as a traceback, or be lost, in the middle of an import."""
     if _speaks():
-        os.write(2, f"{OUTSIDE}\n".encode())
+        os.write(2, f"{os.isatty(2) * CLEARED}{OUTSIDE}\n".encode())
     os._exit(128 + number)
 
 

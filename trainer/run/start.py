@@ -30,6 +30,7 @@ from trainer.hardware import detect, threads
 from trainer.parallel.world import tasks_alone
 from trainer.precision import kernels
 from trainer.run.fit import REMEDY, fit_plan, keep_memory, ran_out, release_memory
+from trainer.run.report import identity
 from trainer.run.run import Run
 from trainer.run.scores import Scores
 from trainer.run.signals import Signals, take_start_time
@@ -41,7 +42,10 @@ log = logging.getLogger("mantissa")
 
 
 def train(
-    config: Config, run_class: type[Run] = Run, started: Callable[[Run | None], None] = lambda run: None
+    config: Config,
+    run_class: type[Run] = Run,
+    started: Callable[[Run | None], None] = lambda run: None,
+    brief: bool = False,
 ) -> dict[str, Any]:
     """Train what the config describes and return the summary that is also in summary.json.
 
@@ -49,6 +53,7 @@ def train(
         config: as composed.
         run_class: the class that trains; measurements use another one.
         started: called with the run before its first step; with None where it had no memory, and is given up.
+        brief: show one line, at the end; as ``Terminal``.
 
     Raises:
         UserError: the config, the data or the hardware cannot do this; nothing was written.
@@ -59,7 +64,7 @@ def train(
     auto = config.micro_batch_size == "auto"
     while True:
         try:
-            return _train(config, run_class, started)
+            return _train(config, run_class, started, brief)
         except OutOfMemory as error:
             ended, smaller = OutOfMemory(str(error)), error.smaller
             ended.shared = error.shared
@@ -74,12 +79,12 @@ def train(
         config = replace(config, micro_batch_size=smaller)
 
 
-def _train(config: Config, run_class: type[Run], started: Callable[[Run | None], None]) -> dict[str, Any]:
+def _train(config: Config, run_class: type[Run], started: Callable[[Run | None], None], brief: bool) -> dict[str, Any]:
     began = take_start_time()
     with Signals(config.checkpoint.save_on_signal) as signals, ExitStack() as stack, threads(config.threads):
         kernels.clear()  # those of an earlier run in this process
         world = config.parallel.world(config.device)
-        terminal = Terminal(shown=world.is_main, quiet=config.quiet)
+        terminal = Terminal(shown=world.is_main, quiet=config.quiet, brief=brief)
         signals.tell = terminal.note
         stack.enter_context(terminal.in_use())
         if alone := tasks_alone():
@@ -88,6 +93,7 @@ def _train(config: Config, run_class: type[Run], started: Callable[[Run | None],
         if asked != "no" and not config.precision.mode.startswith(asked):
             terminal.warn(f"ACCELERATE_MIXED_PRECISION={asked} has no effect; set precision={asked}")
         hardware = detect(config.device)
+        terminal.note(identity(hardware, world.size), "dim")
         try:
             plan = config.plan(hardware, world)
         except UserError as error:
@@ -100,13 +106,13 @@ def _train(config: Config, run_class: type[Run], started: Callable[[Run | None],
             plan = as_before(folder, config, plan)
             checkpoint, complete = world.run_on_main(partial(_left, folder, config, plan))
             if checkpoint is None:
-                terminal.note(f"{folder.path} is already complete{complete}")
+                terminal.outcome(f"{folder.path} is already complete{complete}")
                 world.run_on_main(partial(finish_delivery, folder.path, config.tracking))
                 return world.run_on_main(folder.summary)
             saved = CheckpointReader(checkpoint)
-        terminal.note("opening the data …")
         opened = None if saved else plan.opened  # a run may have recorded how its data is to be opened
-        datasets = opened or world.main_first(plan.config.open_datasets)
+        with terminal.work("opening the data"):
+            datasets = opened or world.main_first(plan.config.open_datasets)
         if folder is None:
             plan = fit_plan(config, plan, hardware, world, datasets)
         if not gc.get_freeze_count():  # else every look for garbage walks half a million objects, for half a second
@@ -116,10 +122,10 @@ def _train(config: Config, run_class: type[Run], started: Callable[[Run | None],
             stack.callback(gc.unfreeze)
         gc.enable()
         keep_memory(plan, hardware, world, datasets)
-        terminal.note("building the model …")
         run = None
         try:
-            trainer = run_class.trainer_class(plan, hardware, world, datasets)
+            with terminal.work("building the model"):
+                trainer = run_class.trainer_class(plan, hardware, world, datasets)
             stack.callback(trainer.close)
             scores = Scores(trainer.config, trainer.metrics.lower_is_better)
             scores.check_known(trainer.metric_names, always=bool(trainer.metrics))

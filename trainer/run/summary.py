@@ -1,4 +1,4 @@
-"""``summary.json``: how a run ended, and what it measured; and the table of it at the end."""
+"""``summary.json``: how a run ended, and what it measured; and the lines about it at the end."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mantissa.display import duration, finite, loss, quantity, size
+from mantissa.display import counted, finite, loss, quantity, size
 from trainer.hardware import peak_memory_bytes
 from trainer.precision.kernels import in_short, not_timed_here
 from trainer.profiling.rates import forget_rate
 from trainer.profiling.utilisation import text as mfu_text
 from trainer.run.provenance import versions
-from trainer.terminal import Rows
+from trainer.run.scores import PREFIX
 from trainer.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -74,29 +74,39 @@ def unreadable_samples(trainer: Trainer) -> int:
     return sum(int(trainer.world.all_reduce_sum(mark.float()).count_nonzero()) for mark in marks)
 
 
-def summary_rows(summary: dict[str, Any]) -> Rows:
-    """Return the table at the end of a run."""
-    rows = [(name.removeprefix("valid/") + " (validation)", loss(value)) for name, value in summary["final"].items()]
-    if best := summary["best"]:
-        name = summary["best_metric"].removeprefix("valid/")
-        rows.append((f"best {name}", f"{loss(best['value'])} at step {best['step']:.0f}"))
-    rows += [(f"{name} (test)", loss(value)) for name, value in summary["test"].items()]
-    if summary["stopped_early"]:
-        rows.append(("stopped early", summary["stopped_early"]))
-    if summary["units_per_s"]:
-        how = in_short(summary["not_timed"])
-        rows.append(("throughput", f"{quantity(summary['units_per_s'])} {summary['unit']}/s{how}"))
-    if summary["step_time_s"]:
-        rows.append(("step time", f"{quantity(1e3 * summary['step_time_s'])} ms"))
-    if share := mfu_text(summary["utilisation"], summary["processes"]):
-        rows.append(("MFU", share))
-    for name in ("peak_memory", "process_memory"):
-        if summary[f"{name}_bytes"]:
-            rows.append((name.replace("_", " "), size(summary[f"{name}_bytes"])))
-    rows.append(("skipped steps", str(summary["skipped_steps"])))
-    if summary["unreadable_samples"]:
-        rows.append(("unreadable samples", f"{summary['unreadable_samples']}, replaced by the next ones"))
-    rows.append(("time", f"{duration(summary['wall_time_s'])}, of which training {duration(summary['train_time_s'])}"))
-    if summary["mlflow"]:
-        rows.append(("MLflow", summary["mlflow"]))
-    return rows
+def scores_in_short(summary: dict[str, Any]) -> str:
+    """Return ``valid loss 2.5390, perplexity 12.6700 (best, step 200)``; where another step was the best, both."""
+    best, step = summary["best"], summary["step"]
+    if best and best["step"] == step:
+        return f"valid {_named(summary['final'])} (best, step {step})"
+    text = f"valid {_named(summary['final'])} (step {step})"
+    return text + (
+        f"; best {_named({summary['best_metric']: best['value']})} (step {best['step']:.0f})" if best else ""
+    )
+
+
+def _named(scores: dict[str, float | None]) -> str:
+    return ", ".join(f"{name.removeprefix(PREFIX)} {loss(value)}" for name, value in scores.items())
+
+
+def rate_in_short(summary: dict[str, Any]) -> str:
+    """Return ``13.6k tokens/s median``, and what does not compute in the run's format; empty: no step was timed."""
+    rate = summary["units_per_s"]
+    return f"{quantity(rate)} {summary['unit']}/s median{in_short(summary['not_timed'])}" if rate else ""
+
+
+def summary_lines(summary: dict[str, Any]) -> list[str]:
+    """Return what a run has achieved, and what it took."""
+    found = {"test": _named(summary["test"]), "stopped early:": summary["stopped_early"]}
+    lines = [scores_in_short(summary), *(f"{name} {text}" for name, text in found.items() if text)]
+    if unreadable := summary["unreadable_samples"]:
+        lines.append(f"{counted(unreadable, 'unreadable sample')}, replaced by the next ones")
+    tensors, process, skipped = map(summary.get, ("peak_memory_bytes", "process_memory_bytes", "skipped_steps"))
+    cost = [
+        rate_in_short(summary),
+        mfu_text(summary["utilisation"]),
+        tensors and f"{size(tensors)} peak ({'tensors' if process else 'GPU'})",
+        process and f"{size(process)} peak (process)",
+        counted(skipped, "skipped step") if skipped else "no skipped steps",
+    ]
+    return [*lines, " · ".join(filter(None, cost))]

@@ -275,7 +275,7 @@ def test_a_refused_run_is_reported_and_gets_what_it_missed(
 def test_tags_and_note_are_the_runs_own_and_the_last_count(succeed: Train, folder: Path, store: str) -> None:
     job = ("recipe=bignet", "recipe.width=8", "recipe.layers=2", "batch_size=4", "data.samples=16", "eval_samples=4")
     done = succeed(*job, "steps=1", "tags.team=vision", "note=first, with a comma")
-    assert "\n  tags        team=vision\n  note        first, with a comma\n" in done.out
+    assert "\n  tags       team=vision\n  note       first, with a comma\n" in done.out
     path = folder / "outputs" / "bignet-fp32-s0"
     summary = json.loads((path / "summary.json").read_text())
     assert summary["tags"] == {"team": "vision"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,12 +52,11 @@ def test_a_language_model_opens_without_this_project_and_others_are_files(
     addresses = {}
     for name, overrides in JOBS.items():
         done = succeed(*SMALL, *overrides, f"tracking.register={name}")
-        folder_line, last = done.out.splitlines()[-2:]
-        assert folder_line.endswith("; compare runs with: python scripts/ui.py")
-        sent = json.loads((Path(folder_line.split()[2].strip(";")) / TRACKING_FILE).read_text())
+        (best,) = re.findall(r"^(outputs/.*)/best .* opens in \w+$", done.out, re.MULTILINE)
+        sent = json.loads((Path(best) / TRACKING_FILE).read_text())
         address = f"runs:/{sent['run_id']}"
         addresses[name] = f"{address}/best"
-        assert last == f"in MLflow {address}"
+        assert done.out.endswith(f"/ui.py  all runs in MLflow; this one is {address}\n")
         (version,) = connect(store).search_model_versions(f"name = '{name}'")
         assert version.source == addresses[name]
     files = [path for path in (folder / "mlartifacts").rglob("*") if path.is_file()]

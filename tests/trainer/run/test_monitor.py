@@ -69,7 +69,16 @@ def test_throughput_counts_the_window_and_leaves_out_what_was_paused(clock: Simp
     lines += lines_of(monitor, [record(4, units=30)])
     assert [metrics["step_time_s"] for _, metrics in lines] == [30, 2, 2]
     assert [metrics["tokens_per_s"] for _, metrics in lines] == [pytest.approx(1 / 3), 5, 10]
-    assert monitor.throughput() == (50 / 6, 2)
+    assert monitor.throughput() == (10, 2)  # of two steps of three
+
+
+def test_the_throughput_is_that_of_most_steps(clock: SimpleNamespace) -> None:
+    monitor = watch(log_every=2, last_step=7)
+    monitor.start()
+    for step, seconds in enumerate((30, 9, 1, 1, 1, 1, 1), 1):
+        clock.now += seconds
+        monitor.add(record(step))
+    assert monitor.throughput() == (10, 1)
 
 
 def test_nothing_is_read_between_log_steps() -> None:
