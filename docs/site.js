@@ -1,7 +1,7 @@
 // What the theme leaves out: names of its dialog and of boxes to tick, boxes that scroll also by the keyboard, and
 // pictures that open at their own size, for phones.
 document.querySelector(".md-search").setAttribute("aria-label", "Search")
-for (const picture of document.querySelectorAll(".md-content p > img")) {
+for (const picture of document.querySelectorAll(".md-content p > img:not([src*=badges])")) {
   const link = document.createElement("a")
   link.href = picture.src
   picture.replaceWith(link)

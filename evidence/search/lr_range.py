@@ -170,7 +170,7 @@ def draw(curves: list[Curve], title: str) -> Any:
         axes.plot(curve.lr, curve.loss, color=color, linewidth=0.8, alpha=0.3)
         axes.plot(curve.lr[: len(curve.smoothed)], curve.smoothed, color=color, label=plain(curve.label) or "smoothed")
         for (reason, lr), style in zip(curve.suggestions().items(), ("-", "--"), strict=False):
-            axes.axvline(lr, label=f"{reason}: {lr:.1e}", color=color, linewidth=1, linestyle=style)
+            axes.axvline(lr, label=f"{reason}: {lr:#.2g}", color=color, linewidth=1, linestyle=style)
     if finite := [value for curve in curves for value in curve.loss if math.isfinite(value)]:
         low, first = min(finite), max(curve.smoothed[0] for curve in curves if curve.smoothed)
         room = max(first - low, 1e-3 * abs(first), 1e-9)
