@@ -574,8 +574,8 @@ def about_looks(looks: Sequence[Look]) -> list[str]:
         return []
     now, later = (f"{100 * look_level(number):.3g} %" for number in (len(looks), len(looks) + 1))
     return [
-        f"Look {len(looks)} at these arms, {len(looks[-1]['seeds'])} seeds: tests of {now}; with more seeds of "
-        f"{later}; of all looks together 5 %."
+        f"Look {len(looks)}, {len(looks[-1]['seeds'])} seeds: α = {now}. With more seeds: α = {later}. "
+        "All looks together: 5 %."
     ]
 
 

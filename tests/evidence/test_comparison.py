@@ -185,7 +185,7 @@ def test_a_comparison_continues_and_neither_plan_nor_seeds_may_change(tmp_path: 
     assert [len(look["seeds"]) for look in found.looks] == [4, 5]
     assert (len(launches.ran), found.arms[1].quality.look) == (3 * 5, 2)
     assert looked("seeds=0,1,2,3,5").looks == found.looks
-    assert notes(found)[-1].startswith("Look 2 at these arms, 5 seeds: tests of 0.5 %;")
+    assert notes(found)[-1].startswith("Look 2, 5 seeds: α = 0.5 %.")
     with pytest.raises(UserError, match=r"seed 5 was judged before and is left out now; keep all seeds.* name="):
         looked("seeds=4")
     with pytest.raises(UserError, match=r"holds another comparison, with another margin .*; give this one a name="):
