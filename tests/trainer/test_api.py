@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from tests.helpers import copied, same_bits
-from trainer import Interrupted, LossOutput, Recipe, UserError, compare, compose, evaluate, train
+from trainer import Interrupted, LossOutput, Recipe, UserError, compare, compose, evaluate, generate, train
 from trainer.config.registration import flatten
 from trainer.data.loader import DataOrder
 from trainer.data.user_dataset import UserDataset
@@ -139,6 +139,19 @@ def test_an_interrupted_run_continues_as_if_it_had_not_been(capsys: pytest.Captu
     assert same_bits(dict(run.model.state_dict()), dict(whole.model.state_dict()))
     assert evaluate(run)["metrics"]["loss"] == pytest.approx(run["final"]["valid/loss"])
     assert train(own(), resume=run.folder).model is None  # it is complete
+
+
+def test_a_recipe_of_files_is_trained_evaluated_sampled_and_compared(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    small: Any = {"recipe": "gpt2", "recipe.size": "nano", "recipe.context": 16, "data": "text", "tracking": "local"}
+    small |= {"data.path": "text.txt", "data.cache_dir": "cache", "data.tokenizer": "bytes", "batch_size": 4}
+    run = train(precision="bf16", steps=2, **small)
+    assert evaluate(run, precision=["fp32", "bf16"], eval_samples=56)["precisions"].keys() == {"fp32", "bf16"}
+    (text,) = generate(run, "The ", max_new_tokens=3)
+    assert text.startswith("The ")
+    compared = compare(arms=["fp32", "bf16"], seeds=2, steps=3, log_every=1, **small)
+    verdicts = {arm["label"]: arm["quality"]["verdict"] for arm in compared["arms"]}
+    assert verdicts == {"fp32": "", "bf16": "NOT JUDGED"}  # of two seeds
 
 
 def test_an_interrupted_comparison_says_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
