@@ -50,6 +50,13 @@ def test_a_sweep_makes_a_folder_and_an_mlflow_run_for_each(
 ) -> None:
     done = succeed("-m", *BIGNET, "precision=fp32,bf16", "seed=0,1", "steps=2", "profiler=none")
     assert done.err == ""
+    lines = done.out.splitlines()
+    assert [line.split()[0] for line in lines[:4]] == [NAMES[2], NAMES[3], NAMES[0], NAMES[1]]
+    assert lines[4] == ""
+    assert lines[5].split()[:3] == ["precision", "seed", "best"]
+    assert lines[-1] == f"best: {lines[6].split()[0].join(['bignet-', '-s'])}{lines[6].split()[1]}"
+    assert max(map(len, lines)) <= 100
+    assert len(lines) == 14  # with a mean for each precision
     assert outputs(folder) == NAMES
     assert mlflow_runs(store) == [("bignet", name, "FINISHED") for name in NAMES]
     for name in NAMES:
@@ -72,14 +79,16 @@ def test_a_failing_run_does_not_lose_the_others_and_is_not_repeated(train: Train
     good, bad = "bignet-fp32-s0-lr_0.01", "bignet-fp32-s0-lr_30"
     assert outputs(folder) == [good, bad]
     assert [run[1:] for run in mlflow_runs(store)] == [(good, "FINISHED"), (bad, "FAILED")]
-    first, last = (line.split() for line in done.out.splitlines()[-2:])
-    assert (first[:2], first[-1]) == ([good, "0.01"], "finished")
-    assert last == [bad, "30", "failed"]
+    assert done.err.count("\n") == 1
+    assert done.err.startswith(f"error: {bad}: step ")
+    head, first, last, _, best = (line.split() for line in done.out.splitlines()[-5:])
+    assert (head[0], first[0], first[-1], last) == ("lr", "0.01", "finished", ["30", "failed"])
+    assert best == ["best:", good]
 
     again = train(*command)
     assert again.code == 3
     assert again.out.count("already complete") == 1
-    assert again.err.startswith(f"error: outputs/{bad} turned non-finite at step ")
+    assert again.err.startswith(f"error: {bad}: outputs/{bad} turned non-finite at step ")
     assert again.err.endswith("; remove the folder to repeat the run\n")
     assert outputs(folder) == [good, bad]
 
@@ -118,9 +127,10 @@ def test_the_same_command_again_runs_only_what_is_missing(succeed: Train, folder
     assert again.out.count("is already complete") == 2
     assert outputs(folder) == NAMES
     assert {path: path.stat().st_mtime_ns for path in files} == files
-    scores = {line.split()[0]: line.split()[3] for line in again.out.splitlines()[-6:-2]}
-    assert sorted(scores) == NAMES
-    assert {line.split()[0]: line.split()[2] for line in first.out.splitlines()[-2:]}.items() <= scores.items()
+    scores = {tuple(line.split()[:2]): line.split()[2] for line in again.out.splitlines()[-8:-4]}
+    assert len(scores) == 4
+    before = {(line.split()[0], "0"): line.split()[1] for line in first.out.splitlines()[-4:-2]}
+    assert before.items() <= scores.items()
 
 
 def test_other_options_make_other_runs_of_the_same_names(succeed: Train, folder: Path) -> None:
@@ -131,7 +141,7 @@ def test_other_options_make_other_runs_of_the_same_names(succeed: Train, folder:
     assert outputs(folder) == ["bignet-bf16-s0", "bignet-bf16-s0-2", "bignet-fp32-s0", "bignet-fp32-s0-2"]
     again = succeed(*command, "steps=2")
     assert again.out.count("already complete") == 2
-    assert {line.split()[0] for line in again.out.splitlines()[-2:]} == {"bignet-bf16-s0", "bignet-fp32-s0"}
+    assert {line.split()[0] for line in again.out.splitlines()[-4:-2]} == {"bf16", "fp32"}
 
 
 @pytest.mark.parametrize(
@@ -145,7 +155,7 @@ def test_what_auto_became_does_not_make_it_another_run(succeed: Train, folder: P
     command = (*recipe, "batch_size=2", "eval_samples=2", "steps=1", "tracking=local", "resume=same")
     succeed(*command)
     (name,) = outputs(folder)
-    assert succeed(*command).out == f"outputs/{name} is already complete\n"
+    assert succeed(*command).out.endswith(f"\noutputs/{name} is already complete\n")
     assert outputs(folder) == [name]
 
 
@@ -164,13 +174,13 @@ def test_an_interrupted_sweep_is_continued_by_the_same_command(
         broken.setattr(Trainer, "train_step", interrupted)
         stopped = train(*command)
     assert stopped.code == 130
-    assert [line.split()[-1] for line in stopped.out.splitlines()[-4:-2]] == ["finished", "stopped"]
+    assert [line.split()[-1] for line in stopped.out.splitlines()[-6:-4]] == ["finished", "stopped"]
     done = train(*command)
     assert (done.code, done.err) == (0, "")
     assert done.out.count("already complete") == 1
-    assert "bignet-fp32-s1, resumed after step 3" in done.out
+    assert "\nbignet-fp32-s1, resumed after step 3  valid loss " in done.out
     assert outputs(folder) == [f"bignet-fp32-s{seed}" for seed in range(3)]
-    assert [line.split()[-1] for line in done.out.splitlines()[-4:-1]] == 3 * ["finished"]
+    assert sorted(line.split()[0] for line in done.out.splitlines()[-6:-3]) == ["0", "1", "2"]
 
 
 def test_an_interrupt_while_a_run_is_closed_ends_the_sweep_after_it(

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from trainer.config import help
 from trainer.config.command_line import read
 from trainer.config.explain import explained
-from trainer.errors import Interrupted, RunError, UserError, redacted
+from trainer.errors import Interrupted, RunError, UserError, first_line, redacted
 from trainer.parallel.world import check_launch, launched_processes, tell_torchrun
 from trainer.run import provenance
 from trainer.run.signals import OUTSIDE, clear_line
@@ -91,7 +91,11 @@ def _sweep(sweep: Sweep, train_one: TrainOne) -> list[int]:
 
 
 def _train_one(
-    run_class: type[Run] | None, composed: DictConfig, overrides: Sequence[str], recorded: Mapping[str, Any]
+    run_class: type[Run] | None,
+    composed: DictConfig,
+    overrides: Sequence[str],
+    recorded: Mapping[str, Any],
+    brief: bool,
 ) -> tuple[int, dict[str, Any], bool]:
     """Train a run, and report what ends it early; see ``TrainOne``.
 
@@ -105,14 +109,17 @@ def _train_one(
         with explained():
             config = build(composed, overrides, recorded)
         clear_line()
-        return 0, train(config, run_class or Run), False
+        return 0, train(config, run_class or Run, brief=brief), False
     except (Exception, KeyboardInterrupt) as error:
         some_ranks = launched_processes() > 1 and not getattr(error, "shared", False)
-        return _report(error), {}, isinstance(error, KeyboardInterrupt) or some_ranks
+        return _report(error, composed.run_name if brief else ""), {}, isinstance(error, KeyboardInterrupt) or some_ranks
 
 
-def _report(error: Exception | KeyboardInterrupt) -> int:
-    """Report the error, once if several ranks raise the same, and return the exit code."""
+def _report(error: Exception | KeyboardInterrupt, of_sweep: str = "") -> int:
+    """Report the error, once if several ranks raise the same, and return the exit code.
+
+    Of a run in a sweep, ``of_sweep`` is the name, and what failed is one line.
+    """
     leave_unread()
     clear_line()
     if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted):
@@ -130,8 +137,9 @@ def _report(error: Exception | KeyboardInterrupt) -> int:
         else:
             prefix = f"rank {rank}: {prefix}"
     tell_torchrun(redacted(str(error)))
+    text = f"{of_sweep}: {first_line(error)}" if of_sweep and isinstance(error, RunError) else str(error)
     if speaks:
-        print(redacted(f"{prefix}{error}"), file=sys.stderr, flush=True)
+        print(redacted(f"{prefix}{text}"), file=sys.stderr, flush=True)
     return error.exit_code
 
 

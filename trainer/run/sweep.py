@@ -23,8 +23,11 @@ from trainer.config.compose import CONF
 from trainer.config.registration import by_key, name_of_composed
 from trainer.errors import RunError
 from trainer.files import SAME
+from trainer.terminal import WIDTH
+from trainer.tracking.store import cut
 
 _IN_EVERY_NAME = ("recipe", "precision", "seed")
+_HEADING = ["best", "step", "final", "throughput", "memory", "status"]
 _LONGEST = 150
 """Characters of a name; file systems take 255 bytes, and a folder that exists gets a number."""
 
@@ -32,11 +35,11 @@ _LONGEST = 150
 def _results(summaries: Sequence[dict[str, Any]]) -> list[str]:
     """Return best and final score, throughput and memory; of several runs ``2.5 ± 0.1``, with the sample deviation."""
 
-    def shown(values: Sequence[float | None], text: Callable[[float], str]) -> str:
+    def shown(values: Sequence[float | None], text: Callable[[float], str], spread: bool = True) -> str:
         known = [value for value in values if value is not None]
         if not known or len(known) < len(values):
             return ""
-        deviation = [statistics.stdev(known)] if len(known) > 1 else []
+        deviation = [statistics.stdev(known)] if len(known) > 1 and spread else []
         return " ± ".join(map(text, [statistics.fmean(known), *deviation]))
 
     from trainer.precision.kernels import in_short  # it imports torch
@@ -47,8 +50,16 @@ def _results(summaries: Sequence[dict[str, Any]]) -> list[str]:
         shown([(each.get("best") or {}).get("value") for each in summaries], loss),
         shown([(each.get("final") or {}).get("valid/loss") for each in summaries], loss),
         rate and f"{rate} {summaries[0]['unit']}/s{how}",
-        shown([each.get("peak_memory_bytes") for each in summaries], size),
+        shown([each.get("peak_memory_bytes") for each in summaries], size, spread=False),
     ]
+
+
+def _telling(rows: list[list[str]]) -> list[tuple[str, ...]]:
+    """Return the columns of the results, but those that say nothing: the same of all runs, or the best score again."""
+    best, *others = zip(*rows, strict=True)
+    values = [{*column[1:]} - {""} for column in others]
+    differ = [len(of_column) > 1 or of_column & {"failed", "stopped"} for of_column in values]
+    return [best, *(column for column, told in zip(others, differ, strict=True) if told and column[1:] != best[1:])]
 
 
 def name_of(name: str, values: dict[str, str], typed: bool = False) -> str:
@@ -100,25 +111,16 @@ class Row(NamedTuple):
         best, sign = summary.get("best"), -1 if summary.get("best_is") == "highest" else 1
         return best is None, sign * best["value"] if best else 0.0
 
-    def cells(self, keys: Sequence[str]) -> list[str]:
-        """Return the row of the table; ``keys``: what is swept."""
-        summary = self.summary
-        best, final, rate, memory = _results([summary])
-        return [
-            summary.get("run", self.name),
-            *(self.values.get(key, "") for key in keys),
-            best,
-            f"{summary['best']['step']:.0f}" if best else "",
-            final,
-            rate,
-            memory,
-            summary.get("status", "stopped" if self.stopped else "failed").lower(),
-        ]
+    def cells(self) -> list[str]:
+        """Return the results in the row of the table."""
+        best, *others = _results([self.summary])
+        step = f"{self.summary['best']['step']:.0f}" if best else ""
+        return [best, step, *others, self.summary.get("status", "stopped" if self.stopped else "failed").lower()]
 
 
-TrainOne = Callable[[DictConfig, list[str], Mapping[str, Any]], tuple[int, dict[str, Any], bool]]
-"""Trains a run from what Hydra composed, its overrides, and what it was composed on, see ``resume.base``; returns
-``code``, ``summary`` and ``ends_all`` of its row."""
+TrainOne = Callable[[DictConfig, list[str], Mapping[str, Any], bool], tuple[int, dict[str, Any], bool]]
+"""Trains a run from what Hydra composed, its overrides, and what it was composed on, see ``resume.base``, and shows
+all of it or a line; returns ``code``, ``summary`` and ``ends_all`` of its row."""
 
 
 class Sweep:
@@ -159,7 +161,8 @@ class Sweep:
             given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
             overrides = cast("list[str]", given)
             own, values = self.named(composed, overrides)
-            self.rows.append(Row(own, values, *train_one(composed, overrides, kept)))
+            brief = bool(self.keys) and self.jobs is None
+            self.rows.append(Row(own, values, *train_one(composed, overrides, kept, brief)))
             if self.jobs is not None and (code := self.rows[-1].code):
                 raise RunError(f"{own} ended with exit code {code}")
 
@@ -203,13 +206,20 @@ class Sweep:
         """
         if len(self.rows) < 2:
             return ""
-        heading = ["run", *self.keys, "best", "at step", "final", "throughput", "peak memory", "status"]
-        rows = [row.cells(self.keys) for row in sorted(self.rows, key=lambda row: row.score)]
+        ranked = sorted(self.rows, key=lambda row: row.score)
+        rows = [(row.values or {"run": row.name}, row.cells()) for row in ranked]
         rows += self._over_seeds() if "seed" in self.keys else []
-        filled = [column for column in zip(heading, *rows, strict=True) if any(column[1:])]
-        return columns(list(zip(*filled, strict=True)))
+        results = _telling([_HEADING, *(cells for _, cells in rows)])
+        taken = sum(2 + max(map(len, column)) for column in results)
+        room = max(8, (WIDTH - taken) // len(rows[0][0]) - 2)
+        swept = [
+            [cut(text, room) for text in (key.rpartition(".")[2], *(values[key] for values, _ in rows))]
+            for key in rows[0][0]
+        ]
+        best = ranked[0].summary.get("run")
+        return columns([*zip(*swept, *results, strict=True)]) + f"\n\nbest: {best}" * bool(best)
 
-    def _over_seeds(self) -> list[list[str]]:
+    def _over_seeds(self) -> list[tuple[dict[str, str], list[str]]]:
         """Return a row for each combination of what is swept but seeds: mean ± sample standard deviation of its runs.
 
         Only of finished runs, and where there are at least two.
@@ -217,13 +227,11 @@ class Sweep:
         alike: dict[tuple[str, ...], list[Row]] = {}
         for row in self.rows:
             if row.summary.get("status") == "FINISHED":
-                same = tuple(row.values.get(key, "") for key in self.keys if key != "seed")
+                same = tuple(value for key, value in row.values.items() if key != "seed")
                 alike.setdefault(same, []).append(row)
         found = []
-        for rows in alike.values():
+        for rows in sorted(alike.values(), key=lambda rows: statistics.fmean(row.score[1] for row in rows)):
             if len(rows) > 1:
-                values = rows[0].values | {"seed": f"{len(rows)} seeds"}
                 best, *others = _results([row.summary for row in rows])
-                cells = ["mean ± sd", *(values.get(key, "") for key in self.keys), best, "", *others, ""]
-                found.append((statistics.fmean(row.score[1] for row in rows), cells))
-        return [cells for _, cells in sorted(found, key=lambda each: each[0])]
+                found.append((rows[0].values | {"seed": f"mean of {len(rows)}"}, [best, "", *others, ""]))
+        return found
