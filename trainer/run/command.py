@@ -112,7 +112,11 @@ def _train_one(
         return 0, train(config, run_class or Run, brief=brief), False
     except (Exception, KeyboardInterrupt) as error:
         some_ranks = launched_processes() > 1 and not getattr(error, "shared", False)
-        return _report(error, composed.run_name if brief else ""), {}, isinstance(error, KeyboardInterrupt) or some_ranks
+        return (
+            _report(error, composed.run_name if brief else ""),
+            {},
+            isinstance(error, KeyboardInterrupt) or some_ranks,
+        )
 
 
 def _report(error: Exception | KeyboardInterrupt, of_sweep: str = "") -> int:
