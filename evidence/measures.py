@@ -45,7 +45,8 @@ def in_use(outcomes: Iterable[Outcome]) -> str:
     """Return why the times of runs on a CPU say little, and what to do: other processes used it; empty: they do."""
     arms: dict[str, list[float]] = {}
     for o in outcomes:
-        if o.others_cpu is not None and not _on_gpu(o):
+        device = o.summary.get("hardware", {}).get("device")
+        if o.others_cpu is not None and not (device and kind_of(device).own_memory):
             arms.setdefault(o.arm, []).append(o.others_cpu)
     share = max(map(statistics.fmean, arms.values()), default=0)
     if share < BUSY:  # the mean over an arm's runs
@@ -63,8 +64,3 @@ def measured(outcome: Outcome, name: str) -> float | None:
     if not outcome.finished:
         return None
     return MEASURES[name][0](outcome)
-
-
-def _on_gpu(outcome: Outcome) -> bool:
-    device = outcome.summary.get("hardware", {}).get("device")
-    return device is not None and kind_of(device).own_memory

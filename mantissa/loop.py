@@ -191,14 +191,11 @@ def _copy(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn
         for hook in (mine._post_accumulate_grad_hooks or {}).values() if optimizer is not None else ():
             its.register_post_accumulate_grad_hook(hook)  # without an optimizer it may be one that steps in there
     if hasattr(model, "automatic_optimization"):  # a module of Lightning, which copies leave the trainer out of
-        instead: dict[str, Any] = dict.fromkeys(("log", "log_dict"), _logs_nothing)
+        instead: dict[str, Any] = dict.fromkeys(("log", "log_dict"), lambda *_, **__: None)
         if not model.automatic_optimization:
             instead |= dict.fromkeys(("optimizers", "manual_backward"), _refuse)
         vars(copied[0]).update(instead, _trainer=getattr(model, "_trainer", None))
     return copied
-
-
-def _logs_nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 def _refuse(*args: Any, **kwargs: Any) -> None:

@@ -1,5 +1,4 @@
-"""Find the fastest setting of a recipe on this machine:
-  python scripts/advise.py recipe=gpt2 time_budget=5min
+"""Find the fastest setting: python scripts/advise.py recipe=gpt2 time_budget=5min
 
   time_budget=5min   for all measurements (such as 90s, 5min or 2h); what would take longer is left out
   goal=speed         or equal_loss: after that time, trains the default and the three fastest settings with five

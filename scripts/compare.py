@@ -1,5 +1,4 @@
-"""Compare precisions, or any overrides, over several seeds:
-  python scripts/compare.py recipe=gpt2 arms=fp32,bf16,fp16 seeds=5
+"""Compare precisions, or any options: python scripts/compare.py recipe=gpt2 arms=fp32,bf16,fp16 seeds=5
 
   arms=fp32,bf16            precisions; one that is named twice (fp32,fp32,bf16) gets other seeds: the noise
   arm.<name>="key=value …"  an arm of any overrides, such as arm.compiled="precision=bf16 compile=default"

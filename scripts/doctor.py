@@ -1,10 +1,7 @@
-"""Find why a run is not finite, or trains worse in 16 bits:
-  python scripts/doctor.py resume=outputs/gpt2-fp16-s0
-  python scripts/doctor.py recipe=gpt2 precision=fp16
+"""Find why a run is not finite, or worse in 16 bits: python scripts/doctor.py resume=outputs/gpt2-fp16-s0
 
   resume=FOLDER     folder of the run, or mlflow:RUN_ID (resume= may be left out)
-  step=0            number of the step to examine, from 1 (default: the step that failed; of a finished run,
-                    the next one; without resume=, the first one)
+  step=0            step to examine, from 1 (default: the one that failed; of a finished run, the next; else the first)
   check=all         or some of formats,manifest,gradients,range,data,modules,updates,state,divergence,islands
   time_budget=60s   for the checks (such as 90s or 5min), after the step is reached; what does not fit is named
 All other arguments are those of train.py. The run is not changed; the report goes to <run>/doctor/step-N.

@@ -1,5 +1,4 @@
-"""Evaluate a trained model:
-  python scripts/evaluate.py run=outputs/gpt2-bf16-s0
+"""Evaluate a trained model: python scripts/evaluate.py run=outputs/gpt2-bf16-s0
 
   run=…         folder of a run, its best/, mlflow:RUN_ID, or a folder of save_pretrained (run= may be left out)
   split=valid   or test, train, all

@@ -1,5 +1,4 @@
-"""Generate text with a trained model:
-  python scripts/generate.py run=outputs/gpt2-bf16-s0 prompt="def "
+"""Generate text: python scripts/generate.py run=outputs/gpt2-bf16-s0 prompt="def "
 
   run=…               folder of a run, its best/, mlflow:RUN_ID, or a folder that save_pretrained wrote
                       (gpt2, llama, t5; run= may be left out)

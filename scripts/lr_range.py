@@ -1,5 +1,4 @@
-"""Find a learning rate (Smith's range test):
-  python scripts/lr_range.py recipe=gpt2 precision=bf16
+"""Find a learning rate (Smith's range test): python scripts/lr_range.py recipe=gpt2 precision=bf16
 
   min=1e-7    learning rate of the first step
   max=10      learning rate of the last step

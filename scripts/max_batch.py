@@ -1,5 +1,4 @@
-"""Find the largest microbatch that fits into memory:
-  python scripts/max_batch.py recipe=gpt2 precision=bf16 memory_budget=8GiB
+"""Find the largest microbatch: python scripts/max_batch.py recipe=gpt2 precision=bf16 memory_budget=8GiB
 
   memory_budget=8GiB   for the model and its training; 5 % of it are left free (default: device, which is all
                        memory of a GPU, or what is free now of a machine's)

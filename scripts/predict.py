@@ -1,5 +1,4 @@
-"""Classify photos with a trained model:
-  python scripts/predict.py run=outputs/resnet-bf16-s0 path=photos
+"""Classify photos: python scripts/predict.py run=outputs/resnet-bf16-s0 path=photos
 
   run=…           folder of a run, its best/, mlflow:RUN_ID, or an exported folder (run= may be left out)
   path=…          a photo, or a folder of photos; each is cut and scaled as in the model's evaluation

@@ -1,5 +1,4 @@
-"""Search for good options with Optuna:
-  python scripts/search.py recipe=gpt2 "space.optimizer.lr=log(1e-4,1e-2)" trials=20
+"""Search for good options: python scripts/search.py recipe=gpt2 "space.optimizer.lr=log(1e-4,1e-2)" trials=20
 
   space.<key>=…       for each key to search: log(low,high), uniform(low,high), int(low,high) or choice(a,b,c)
   trials=20           trials of the whole study; each is a run with a folder of its own

@@ -1,5 +1,4 @@
-"""Send to MLflow what is still missing there:
-  python scripts/sync.py outputs/gpt2-bf16-s0
+"""Send to MLflow what is still missing: python scripts/sync.py outputs/gpt2-bf16-s0
 
   FOLDER …             folders of the runs to send (default: every run that is not complete)
   output_dir=outputs   where the runs are

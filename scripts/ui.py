@@ -1,5 +1,4 @@
-"""Show all runs side by side in MLflow:
-  python scripts/ui.py
+"""Show all runs in MLflow: python scripts/ui.py
 
   port=5000   port of the page
   uri=…       the tracking store (default: $MLFLOW_TRACKING_URI, else mlflow.db in this folder)

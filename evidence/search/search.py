@@ -19,7 +19,7 @@ from optuna.trial import FrozenTrial, TrialState
 from evidence.mlflow import publish, run_above
 from evidence.search.space import SearchOptions, check_space, overrides_of, parse_space, shown
 from evidence.search.study import DATABASE, Search, open_study
-from evidence.search.trial import Pruned, reporting_to
+from evidence.search.trial import Pruned, TrialRun
 from mantissa.display import columns, duration, loss
 from trainer.config.compose import compose, key_of
 from trainer.config.options import parse
@@ -122,9 +122,10 @@ def _train(config: Config, trial: optuna.Trial, folder: Path) -> dict[str, Any]:
     Raises:
         RunError: it did not finish.
     """
+    run_class = type("ReportingRun", (TrialRun,), {"trial": trial})
     try:
         with (folder / f"{config.run_name}.log").open("a", encoding="utf-8") as file, redirect_stdout(file):
-            best: dict[str, Any] | None = train(config, run_class=reporting_to(trial))["best"]
+            best: dict[str, Any] | None = train(config, run_class=run_class)["best"]
     finally:
         release_memory()
     if best is None or not math.isfinite(best["value"]):

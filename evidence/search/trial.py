@@ -31,8 +31,3 @@ class TrialRun(Run):
                 better = f"earlier trials had a better {self.scores.metric} than {loss(score.value)}"
                 raise Pruned(f"pruned at step {step}: {better}")
         return score
-
-
-def reporting_to(trial: optuna.Trial) -> type[TrialRun]:
-    """Return the class of runs that report to a trial."""
-    return type("ReportingRun", (TrialRun,), {"trial": trial})

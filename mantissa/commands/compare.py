@@ -28,7 +28,6 @@ folder, commit or interpreter: "cd old && python train.py --seed {SEED}".
 
 A command that is given again runs with other seeds (plus {SEED_SHIFT}), which shows the noise. What has ended is kept:
 the same command continues after a stop, and more --seeds continue a comparison with stricter tests.
-To compare overrides of a recipe of this repository: python scripts/compare.py --help
 
 Exit code: 0 where all are EQUIVALENT to the first, 1 where not, 2 for a mistake, 130 when interrupted.
 """

@@ -18,10 +18,7 @@ from mantissa.formats import format_name
 
 def main(arguments: list[str]) -> int:
     """Examine, print the report and write its page; return the exit code of its verdict."""
-    parser = argparse.ArgumentParser(
-        "python -m mantissa doctor",
-        description="Examine one training step of a model. For a recipe: python scripts/doctor.py --help",
-    )
+    parser = argparse.ArgumentParser("python -m mantissa doctor", description="Examine one training step of a model.")
     parser.add_argument("function", help="module:function, which returns model, loss, batches and maybe the optimizer")
     parser.add_argument("--precision", default="bf16", type=format_name, choices=PRECISIONS, help="default: bf16")
     parser.add_argument("--scale", type=float, help="the loss scale (default: 65536 with fp16, else 1)")

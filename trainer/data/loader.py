@@ -133,10 +133,6 @@ def _as_fetched(batch: Batch) -> Batch:
     return batch
 
 
-def _pinned(batch: Batch) -> Batch:
-    return {name: tensor.pin_memory() for name, tensor in batch.items()}
-
-
 @dataclass
 class Batches:
     """Batches that are built in this process, whenever they are iterated over."""
@@ -151,8 +147,9 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         # Not torch's DataLoader, which takes as long as building a small batch.
-        batches = map(self.dataset.batch, self.samples)
-        batches = map(_pinned, batches) if self.pins else batches
+        batches: Iterator[Batch] = map(self.dataset.batch, self.samples)
+        if self.pins:
+            batches = ({name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches)
         return prefetched(batches, self.ahead, self._prepare) if self.ahead else batches
 
     def _prepare(self) -> None:
