@@ -77,11 +77,6 @@ def evaluate(arguments: list[str]) -> int:
 def evaluation(exported: Exported, options: EvaluateOptions, overrides: Sequence[str]) -> dict[str, Any]:
     """Evaluate a trained model, print its metrics, and return what is written into a file about them.
 
-    Args:
-        exported: the trained model.
-        options: ``split`` and ``output`` are used.
-        overrides: of its config; several values of ``precision`` are compared.
-
     Raises:
         UserError: an override that has no effect, data that does not suit the model, or files that cannot be written.
     """

@@ -88,13 +88,7 @@ class LossHead(nn.Linear):
 
 
 class LanguageModel(nn.Module):
-    """One of transformers' causal language models, kept under ``name``, its output layer made a LossHead.
-
-    Args:
-        network: transformers' model, its vocabulary padded.
-        name: of the submodule.
-        chunked, vocabulary: see ``LossHead``.
-    """
+    """One of transformers' causal language models, kept under ``name``, its output layer made a LossHead."""
 
     def __init__(self, network: Any, name: str, chunked: bool = False, vocabulary: int | None = None) -> None:
         super().__init__()
@@ -120,9 +114,6 @@ def use_causal_kernels(network: Any) -> None:
 
     Otherwise transformers checks in every forward pass whether texts are packed into a sample: the host waits for
     the device, and where it cannot read the values (a forecast of memory) a mask of T × T is made.
-
-    Args:
-        network: transformers' model.
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -78,10 +78,6 @@ class Space:
 def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[str]]:
     """Return what is tried for a recipe here, and the overrides that all candidates share.
 
-    Args:
-        overrides: the user's own, which are not varied.
-        hardware: where it runs.
-
     Raises:
         UserError: train.py would refuse the overrides.
         OutOfMemory: not even the smallest microbatch is forecast to fit.

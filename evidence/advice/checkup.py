@@ -29,10 +29,6 @@ TIME_BUDGET_S, LIMIT_S = 30, 180.0
 def check(overrides: Sequence[str], hardware: Hardware) -> dict[str, Any]:
     """Examine the first step of a setting, in a process of its own, with few samples.
 
-    Args:
-        overrides: of the setting.
-        hardware: where it runs.
-
     Returns:
         ``faults``: what the doctor found, in words; ``missed``: what it did not examine, and why; ``healthy``: whether
         it found nothing and ended. A setting that could not be examined is not healthy and has no faults.

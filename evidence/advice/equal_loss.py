@@ -17,12 +17,7 @@ MOST = 3
 
 
 def soonest(search: Search, given: Sequence[str]) -> tuple[Candidate | None, str]:
-    """Return what takes clearly less time to the default's final loss, and that in words; None: nothing does.
-
-    Args:
-        search: which has timed the settings.
-        given: overrides of all of them.
-    """
+    """Return what takes clearly less time to the default's final loss, and that in words; None: nothing does."""
     found = [entry for entry in search.entries.values() if entry.times and search.speed(entry) > HELPS]
     fastest = sorted(found, key=search.speed, reverse=True)[:MOST]
     if not fastest:

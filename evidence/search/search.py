@@ -80,10 +80,6 @@ def main(arguments: list[str]) -> int:
 def run_trials(search: Search, overrides: list[str]) -> None:
     """Train what the study lacks, one run after the other; in MLflow, their tag ``group`` is the study.
 
-    Args:
-        search: the study.
-        overrides: of every run.
-
     Raises:
         UserError: the first runs were refused; later ones only fail.
         KeyboardInterrupt: of Ctrl-C; the run has saved a checkpoint.

@@ -78,13 +78,7 @@ def known_options() -> dict[str, dict[str, Field[Any]]]:
 
 
 def _unknown(key: str, owner: Any, value: str) -> str:
-    """Return which choice of the group has this option, if any, or the nearest option.
-
-    Args:
-        key: as typed.
-        owner: the class that has no such option.
-        value: as typed.
-    """
+    """Return which choice of the group has this option, if any, or the nearest option."""
     known, (group, _, option) = known_options(), key.partition(".")
     classes = config.groups().get(group, {})
     if choices := known.get(key):

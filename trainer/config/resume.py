@@ -216,11 +216,6 @@ def as_before(folder: RunFolder, config: Config, plan: Plan[Config]) -> Plan[Con
     """Return the plan with what ``auto`` became when the run in ``folder`` was started.
 
     That is where data, memory or a measurement decides it. The weights are the checkpoint's.
-
-    Args:
-        folder: of the run.
-        config: as composed.
-        plan: what it became now.
     """
     before, batching = folder.config(), plan.batching
     size = before.get("micro_batch_size", 0)

@@ -145,10 +145,6 @@ class StepConfig:
     def plan(self, hardware: Hardware, world: World | None = None) -> Plan[Self]:
         """Return what ``auto`` becomes on the hardware, and check that all fits together.
 
-        Args:
-            hardware: of this process.
-            world: the processes that train together; None: this one alone.
-
         Raises:
             UserError: a precision this hardware lacks, a batch that does not divide, data the recipe cannot use.
         """

@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 
 
 def main(run_class: type[Run] | None = None) -> int:
-    """Run ``sys.argv`` and return the exit code: 0, 2 a user error, 3 not finite, 4 out of memory, 128 + signal.
-
-    Args:
-        run_class: the class that trains; None: ``Run``.
-    """
+    """Run ``sys.argv`` and return the exit code: 0, 2 a user error, 3 not finite, 4 out of memory, 128 + signal."""
     if any(argument.partition("=")[0] in ("-h", "--help") for argument in sys.argv[1:]):
         return _help()
     if "--version" in sys.argv[1:]:

@@ -190,8 +190,8 @@ def warnings(trainer: Trainer, folder: Path) -> list[str]:
         )
     if patience is not None and plan.evaluations < patience + 2:
         found.append(
-            f"early_stopping.patience={patience} cannot end this run, which has {plan.evaluations} evaluations; set a "
-            "smaller eval_every"
+            f"early_stopping.patience={patience} cannot end this run, which has "
+            f"{counted(plan.evaluations, 'evaluation')}; set a smaller eval_every"
         )
     return found
 

@@ -292,12 +292,7 @@ class Run:
 
     @contextmanager
     def _watched(self, label: str, after: str) -> Iterator[Watch]:
-        """Show the progress of an evaluation, and end it by ``EvaluationStopped`` where a signal requests that.
-
-        Args:
-            label: what is done.
-            after: what follows a signal, for the user.
-        """
+        """Show the progress of an evaluation, and end it by ``EvaluationStopped`` where a signal requests that."""
         before, self.signals.ahead = self.signals.ahead, f"{label}: finishing the batch, {after}"
         with self.terminal.work(label, unit="batches") as advance:
 

@@ -43,17 +43,13 @@ class Table:
 
     def _text(self, step: int) -> str:
         known = self._cells(step, self._latest, {})
-        named = {"loss": f"loss {known['loss']}", self._rate: f"{known[self._rate]} {self._rate}", "eta": known["eta"]}
-        shown = [text.strip() for name, text in named.items() if known[name]]
-        return "  ".join([f"{step}/{self._plan.steps}", *shown])
+        shown = {"loss": f"loss {known['loss']}", self._rate: f"{known[self._rate]} {self._rate}", "eta": known["eta"]}
+        return "  ".join([f"{step}/{self._plan.steps}", *(text for name, text in shown.items() if known[name])])
 
     def row(self, step: int, scores: Mapping[str, float] | None = None, best: bool = False) -> None:
-        """Show a row; a heading comes before the first one, and where the columns change.
+        """Show what the log's last line has, and the ``scores`` by ``valid/<name>`` of an evaluation, ``best`` or not.
 
-        Args:
-            step: the last one that was taken; what is known of training is that of the log's last line.
-            scores: of the evaluation after it, by ``valid/<name>``; None: there was none.
-            best: whether they are the best so far.
+        A heading comes before the first row, and where the columns change.
         """
         cells = self._cells(step, self._line, scores or {})
         self._line = {}
@@ -82,7 +78,7 @@ class Table:
         cells["norm"] = _number(line.get("grad_norm"), 2)
         cells[self._rate] = "" if rate is None else quantity(rate)
         if monitor.utilisation.mfu(1.0) is not None:
-            cells["MFU"] = "" if share is None else f"{100 * share:.{0 if share >= 0.1 else 1}f} %"
+            cells["MFU"] = "" if share is None else f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
         cells["eta"] = "" if step_s is None else duration((self._plan.steps - step) * step_s)
         if monitor.recovers:  # from overflows, by another loss scale
             cells["scale"] = f"{line['loss_scale']:g}" if line else ""
