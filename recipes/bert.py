@@ -98,7 +98,7 @@ class Bert(SizedRecipe):
         context, known = self.tokens_per_sample, tokenizer.vocab_size
         tokenizer = tokenizer.with_special(SPECIAL, TEMPLATE)
         ids: list[Any] = [tokenizer.token_id(role) for role in ("cls_token", "sep_token", "mask_token")]
-        about = f"samples of {context} tokens, {MASKED:.0%} of them masked"
+        about = f", {MASKED:.0%} of the tokens masked"
         return tokenizer, lambda part: MaskedWindows(part, context, known, *ids), about
 
     def config_options(self) -> dict[str, Any]:

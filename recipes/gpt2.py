@@ -53,7 +53,7 @@ class GPT2(LanguageRecipe):
     shapes = SHAPES
     on_cpu = "mini"
     on_gpu = "124M"
-    cpu_sizes = Sizes(200, 16, 16, why="minutes on a CPU with bf16 instructions or many cores")
+    cpu_sizes = Sizes(200, 16, 16, why="minutes on a CPU with bf16 instructions or 8 cores")
     slow_cpu_sizes = Sizes(200, 4, 16, why="minutes on a CPU of few cores without bf16 instructions")
     gpu_sizes = Sizes(steps=2000, batch_size=480, micro_batch_size=16)  # the published half a million tokens a step
     longest = 1024

@@ -95,7 +95,7 @@ class SizedRecipe(Recipe):
         return TextDatasets(
             samples(tokens.train),
             samples(tokens.valid),
-            f"{tokens.description}, {about}",
+            f"{tokens.description}{about}",
             test=None if tokens.test is None else samples(tokens.test),
             tokens=tokens,
             tokenizer=tokenizer,
@@ -104,7 +104,7 @@ class SizedRecipe(Recipe):
 
     def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[np.ndarray], Dataset], str]:
         """Return the text's tokenizer with the special tokens of the recipe, what makes samples of a part's ids, and a
-        description of them.
+        description of them, which follows that of the text.
         """
         raise NotImplementedError
 
@@ -221,7 +221,7 @@ class SizedRecipe(Recipe):
                 )
             return []
         if self.size == "auto":
-            size, why = (self.on_gpu, "GPU default") if hardware.is_gpu else (self.on_cpu, "CPU default")
+            size, why = (self.on_gpu, "for a GPU") if hardware.is_gpu else (self.on_cpu, "for a CPU")
             return [Decision("recipe.size", size, why)]
         check_choice("recipe.size", self.size, self.shapes)
         return []

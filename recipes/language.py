@@ -173,7 +173,7 @@ class LanguageRecipe(SizedRecipe):
 
     def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[np.ndarray], Dataset], str]:
         context = self.tokens_per_sample
-        return tokenizer, lambda part: TokenWindows(part, context), f"samples of {context} tokens"
+        return tokenizer, lambda part: TokenWindows(part, context), ""
 
     def new_model(self, datasets: TextDatasets) -> LanguageModel:
         """Return the model with the loss inside of forward."""

@@ -94,9 +94,9 @@ class ResNet(Recipe):
         found = {} if self.pretrained is None else pretrained.exported_config(self.pretrained)
         why = "that of init_from"
         if not found and hardware.is_gpu:
-            found, why = {"arch": "resnet50"}, "GPU default; recipe.arch=resnet18 for a smaller one"
+            found, why = {"arch": "resnet50"}, "for a GPU; recipe.arch=resnet18 is smaller"
         elif not found:
-            found, why = {"arch": "resnet18"}, "CPU default; recipe.arch=resnet50 for the published size"
+            found, why = {"arch": "resnet18"}, "for a CPU; recipe.arch=resnet50 is the published size"
         decisions = [
             Decision(f"recipe.{name}", found[name], why)
             for name in ("arch", "image_size")

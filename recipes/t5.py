@@ -124,7 +124,7 @@ class T5(SizedRecipe):
         names = [f"<extra_id_{number}>" for number in range(spans)]
         tokenizer = tokenizer.with_special(SPECIAL | {name: name for name in names}, TEMPLATE)
         eos, *sentinels = (tokenizer.token_id(role) for role in ("eos_token", *names))
-        about = f"{counted(noise, 'token')} in {counted(spans, 'span')} removed from each {window(context)}"
+        about = f", {counted(noise, 'token')} in {counted(spans, 'span')} removed from each {window(context)}"
         return tokenizer, lambda part: SpanCorruption(part, context, eos, sentinels), about
 
     def config_options(self) -> dict[str, Any]:

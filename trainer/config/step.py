@@ -164,7 +164,7 @@ class StepConfig:
             numbers[key] = value
             return value
 
-        default = sizes.why or f"{'GPU' if hardware.is_gpu else 'CPU'} default"
+        default = sizes.why or f"the recipe's own for a {'GPU' if hardware.is_gpu else 'CPU'}"
         opened, auto, why, epoch = None, sizes.steps, default, Fraction(0)
         if self.epochs is not None or self.eval_every == EPOCH:
             opened = world.main_first(replace(self, recipe=recipe).open_datasets)

@@ -143,8 +143,8 @@ def test_an_operator_without_a_formula_is_named() -> None:
         x @ weight
     unknown = "torch has no FLOP formula for mantissa_test.products"
     assert flops.per_unit("rows", 5) == (None, unknown)
-    shown = utilisation.text(Utilisation(unknown=unknown, measured_tflops=1.0).facts(5.0), 1)
-    assert shown == f"not known: {unknown}"
+    shown = utilisation.text(Utilisation(unknown=unknown, measured_tflops=1.0).facts(5.0))
+    assert shown == f"MFU not known: {unknown}"
     with ModelFlops() as flops:
         torch.fft.rfft(x)
         nn.functional.bilinear(x, x, torch.randn(2, 20, 20))
@@ -157,16 +157,14 @@ def test_mfu_is_the_share_of_all_devices_rate() -> None:
     assert facts["mfu"] == pytest.approx(0.6)
     assert facts["mfu_of_data_sheet"] == pytest.approx(0.24)
     assert json.loads(json.dumps(facts)) == facts
-    assert utilisation.text(facts, 2) == (
-        "60.0 % of 400 TFLOP/s of each process measured here in bf16 matmuls; 24.0 % of the data sheet's 1000"
-    )
+    assert utilisation.text(facts) == "MFU 60.0 % (24.0 % of the data sheet)"
     alone = replace(known, data_sheet_tflops=None, devices=1).facts(100.0)
-    assert utilisation.text(alone, 1) == "0.15 % of 400 TFLOP/s measured here in bf16 matmuls"
-    assert utilisation.text(known.facts(None), 1) is None  # no step was timed
+    assert utilisation.text(alone) == "MFU 0.15 %"
+    assert utilisation.text(known.facts(None)) is None  # no step was timed
     fast = known.facts(200_000.0)
     assert (fast["mfu"], known.exceeded(200_000.0), known.exceeded(80_000.0)) == (None, True, False)
     said = "the run was faster than the 400 TFLOP/s of bf16 matmuls measured here; the next one measures them again"
-    assert utilisation.text(fast, 1) == f"not known: {said}"
+    assert utilisation.text(fast) == f"MFU not known: {said}"
 
 
 def test_the_run_takes_the_rate_of_its_format() -> None:

@@ -52,7 +52,7 @@ def test_auto_is_halved_until_it_fits_and_reports_why(monkeypatch: pytest.Monkey
     assert choice.why.startswith("forecast to fit; 512 is forecast to need ")
     assert need_mib(*BIGNET, "micro_batch_size=256") > USABLE * free
     plan, [choice] = fitted(monkeypatch, need_mib(*BIGNET) / USABLE * 1.01, *BIGNET)
-    assert (plan.batching.micro_batch_size, choice.why) == (512, "CPU default")
+    assert (plan.batching.micro_batch_size, choice.why) == (512, "the recipe's own for a CPU")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_model_that_cannot_be_forecast_is_trained(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(fit, "forecast", fails)
     plan, [choice] = fitted(monkeypatch, 1, *BIGNET)
-    assert (plan.batching.micro_batch_size, choice.why) == (512, "CPU default")
+    assert (plan.batching.micro_batch_size, choice.why) == (512, "the recipe's own for a CPU")
 
 
 GPT2 = ["recipe=gpt2", "recipe.size=nano", "recipe.context=64", "data=synthetic", "data.vocab_size=8192"]
