@@ -183,7 +183,7 @@ def test_the_test_text_is_evaluated_once_with_the_best_weights(
     assert found["wall_time_s"] > before["wall_time_s"] > before["train_time_s"] > 0
     assert found["test"].keys() == {"loss", "perplexity"}
     assert found["test"]["loss"] != found["final"]["valid/loss"]
-    assert summary_lines(run / "metrics.jsonl", found)[-1]["test/loss"] == found["test"]["loss"]
+    assert summary_lines(run / "metrics.jsonl", found)[0]["test_loss"] == found["test"]["loss"]
     trainer = trainer_of(*text, "data.test=test.txt")
     load(run / "checkpoints", found["best"]["step"]).restore(trainer.model, None)
     assert trainer.test() == found["test"]
