@@ -46,6 +46,7 @@ def summary_lines(log: Path, summary: dict[str, Any]) -> list[dict[str, Any]]:
     for name in ("peak_memory", "process_memory"):
         held_bytes = summary.get(f"{name}_bytes")
         numbers[f"{name}_mib"] = held_bytes and held_bytes / 2**20
+    numbers = {name: float(f"{value:.4g}") for name, value in numbers.items() if value}  # a column shows few digits
     numbers |= {f"test_{name}": value for name, value in summary.get("test", {}).items()}
     found = [_line(lines[-1], **numbers)]
     evaluated = [line for line in lines if line.get(LOSS) is not None]

@@ -34,7 +34,7 @@ _COLUMNS = ["tags.`precision`", *(f"metrics.`{name}`" for name in _METRICS)]
 _STATE = {
     "selectedColumns": _COLUMNS,
     "columnOrder": ["attributes.`Run Name`", "runDateAndNestInfo", *_COLUMNS],
-    "columnWidths": dict.fromkeys(_COLUMNS, 130),
+    "columnWidths": dict.fromkeys(_COLUMNS, 150),
 }
 _VIEW = json.dumps({"name": "precision, loss, throughput, memory", "createdAt": 0, "state": json.dumps(_STATE)})
 KEY_TAG = "mantissa.key"
