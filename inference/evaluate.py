@@ -77,6 +77,8 @@ def evaluate(arguments: list[str]) -> int:
 def evaluation(exported: Exported, options: EvaluateOptions, overrides: Sequence[str]) -> dict[str, Any]:
     """Evaluate a trained model, print its metrics, and return what is written into a file about them.
 
+    Of the options ``split`` and ``output`` are used. Several values of ``precision`` in the overrides are compared.
+
     Raises:
         UserError: an override that has no effect, data that does not suit the model, or files that cannot be written.
     """

@@ -58,7 +58,14 @@ def _shown(cost: Interval | None) -> str:
 
 
 def verdict(label: str, first: str, cost: Interval | None, of: float) -> str:
-    """Return the sentence about a precision's loss."""
+    """Return the sentence about a precision's loss.
+
+    Args:
+        label: of the precision.
+        first: the label of the one that it is compared with.
+        cost: of its loss.
+        of: the loss in the first precision.
+    """
     if cost is None:
         return f"{label}: its loss is not finite; use {first}"
     if cost.low == cost.high == 0:

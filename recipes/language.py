@@ -88,7 +88,13 @@ class LossHead(nn.Linear):
 
 
 class LanguageModel(nn.Module):
-    """One of transformers' causal language models, kept under ``name``, its output layer made a LossHead."""
+    """One of transformers' causal language models, kept under ``name``, its output layer made a LossHead.
+
+    Args:
+        network: transformers' model, its vocabulary padded.
+        name: of the submodule.
+        chunked, vocabulary: see ``LossHead``.
+    """
 
     def __init__(self, network: Any, name: str, chunked: bool = False, vocabulary: int | None = None) -> None:
         super().__init__()

@@ -78,6 +78,8 @@ class Space:
 def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[str]]:
     """Return what is tried for a recipe here, and the overrides that all candidates share.
 
+    What the user's own ``overrides`` set is not varied.
+
     Raises:
         UserError: train.py would refuse the overrides.
         OutOfMemory: not even the smallest microbatch is forecast to fit.

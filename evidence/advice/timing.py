@@ -46,6 +46,13 @@ class Times:
 def time_candidate(candidate: Candidate, blocks: int, limit_s: float, common: Sequence[str], folder: Path) -> Times:
     """Return the times of a candidate, by blocks of steps in a fresh process with its own places in memory.
 
+    Args:
+        candidate: what is trained.
+        blocks: number of blocks.
+        limit_s: seconds after which it has failed, as after ``LIMIT_S``.
+        common: overrides of all candidates.
+        folder: for what torch.compile keeps.
+
     Raises:
         RunError: it failed.
     """

@@ -79,6 +79,11 @@ class Result:
 def compare(plan: ComparisonPlan, configs: dict[str, Config], command: str = "") -> Result:
     """Train what is left to train, judge it, and write ``comparison.json``; print each run.
 
+    Args:
+        plan: what to compare; its ``name`` is set here if it is empty.
+        configs: from ``check_arms``.
+        command: the command line, for the report.
+
     Raises:
         UserError: the folder holds another comparison or seeds that are left out now, is in use by another process, or
             cannot be written.

@@ -53,7 +53,15 @@ class ArmResult:
 def judge(
     arms: list[Arm], outcomes: list[Outcome], qualities: dict[str, Quality], margin: float, look: int
 ) -> list[ArmResult]:
-    """Judge speed, memory and what it takes to equal loss of every arm beside its quality, in the order of ``arms``."""
+    """Judge speed, memory and what it takes to equal loss of every arm beside its quality, in the order of ``arms``.
+
+    Args:
+        arms: of the comparison, the baseline first.
+        outcomes: of all runs, failed ones too.
+        qualities: from ``mantissa.compare.judge``.
+        margin: that of the qualities.
+        look: number of the look, from 1 on.
+    """
     by_arm = {arm.label: {run.seed: run for run in outcomes if run.arm == arm.label} for arm in arms}
     finished = {label: {seed: run for seed, run in runs.items() if run.finished} for label, runs in by_arm.items()}
     results = []

@@ -72,7 +72,14 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> tuple[TakenStep,
 
 
 def _take(config: Config, trainer: Trainer, wanted: int, folder: RunFolder | None) -> TakenStep:
-    """Take a step; where the loss of an earlier one is not finite take that one, whose weights it did not harm yet."""
+    """Take a step; where the loss of an earlier one is not finite take that one, whose weights it did not harm yet.
+
+    Args:
+        config: as composed.
+        trainer: at the first step.
+        wanted: the number of the step.
+        folder: of the run, with its checkpoints; None: there is no run yet.
+    """
     began, reached = _go_to(trainer, wanted, folder)
     notes = []
     if reached < wanted:

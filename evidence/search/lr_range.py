@@ -133,7 +133,15 @@ class Curve:
 
 
 def range_test(config: Config, hardware: Hardware, lowest: float, highest: float, label: str) -> Curve:
-    """Train ``config.steps`` optimizer steps at most, print some of them, and write nothing."""
+    """Train ``config.steps`` optimizer steps at most, print some of them, and write nothing.
+
+    Args:
+        config: as composed; its learning rate and schedule are replaced.
+        hardware: where it runs.
+        lowest: learning rate of the first step.
+        highest: that of the last.
+        label: see ``Curve.label``.
+    """
     optimizer, schedule = replace(config.optimizer, lr=highest), Exponential(first=lowest / highest)
     trainer = Trainer.from_config(replace(config, optimizer=optimizer, schedule=schedule), hardware)
     curve = Curve(label)

@@ -43,7 +43,13 @@ def check(arch: str) -> None:
 
 
 def build(arch: str, image_size: int, classes: int) -> nn.Module:
-    """Return the classifier with random weights from torch's global generator, fp32."""
+    """Return the classifier with random weights from torch's global generator, fp32.
+
+    Args:
+        arch: has passed ``check``.
+        image_size: in pixels, for architectures that are built for one.
+        classes: outputs of the head.
+    """
     model: nn.Module
     if arch.startswith(TIMM):
         import timm
@@ -105,6 +111,12 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 def check_size(arch: str, image_size: int, classes: int, train_size: int | None = None) -> None:
     """Refuse images that the architecture cannot take, by trying it on tensors without memory.
+
+    Args:
+        arch: has passed ``check``.
+        image_size: in pixels, what the model is built for.
+        classes: outputs of the head.
+        train_size: another size of the images; None: that one.
 
     Raises:
         UserError: it cannot take them, or is no classifier.

@@ -94,6 +94,12 @@ def read_weights(
 
     Of several entries that fit equally, an average of the weights is taken, else the first. ``fill`` checks the rest.
 
+    Args:
+        path: exists.
+        names: of the model's weights.
+        key: the option that named it, for messages.
+        remedy: ends the message where they are of another model.
+
     Raises:
         UserError: it cannot be read, or no name in it is one of the model's.
     """

@@ -107,6 +107,11 @@ def adopt(composed: DictConfig, typed: Collection[str], name: str) -> tuple[Init
     A new run that has a checkpoint, and is continued (``resume=auto``, or torchrun's restart), has those options
     recorded: the run that it started from is not needed again.
 
+    Args:
+        composed: by Hydra; changed in place.
+        typed: the keys of the command line, which are not changed.
+        name: the name of the run.
+
     Returns:
         The run, and the options taken over; None: a run from random weights, or one that is resumed.
 

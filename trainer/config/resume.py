@@ -215,7 +215,8 @@ def state_of(folder: RunFolder) -> State | None:
 def as_before(folder: RunFolder, config: Config, plan: Plan[Config]) -> Plan[Config]:
     """Return the plan with what ``auto`` became when the run in ``folder`` was started.
 
-    That is where data, memory or a measurement decides it. The weights are the checkpoint's.
+    That is where data, memory or a measurement decides it. The weights are the checkpoint's. ``config`` is as composed,
+    ``plan`` what it became now.
     """
     before, batching = folder.config(), plan.batching
     size = before.get("micro_batch_size", 0)

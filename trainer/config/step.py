@@ -143,7 +143,7 @@ class StepConfig:
         return config, [*self.recipe.data_decisions(datasets), *decisions]
 
     def plan(self, hardware: Hardware, world: World | None = None) -> Plan[Self]:
-        """Return what ``auto`` becomes on the hardware, and check that all fits together.
+        """Return what ``auto`` becomes on the hardware, and check that all fits together; without ``world``, alone.
 
         Raises:
             UserError: a precision this hardware lacks, a batch that does not divide, data the recipe cannot use.

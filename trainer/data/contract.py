@@ -77,6 +77,12 @@ def fingerprint(*datasets: Dataset) -> str:
 def check_no_overlap(key: str, files: Sequence[str], others: Sequence[str], role: str) -> None:
     """Refuse test data with a file that has another role, whatever it is called there: a link or a hard link.
 
+    Args:
+        key: the option that names the test data, for messages.
+        files: of the test data.
+        others: those with the other role.
+        role: such as ``training``.
+
     Raises:
         UserError: they share a file.
     """

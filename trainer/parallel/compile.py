@@ -30,6 +30,12 @@ class Compile:
     ) -> None:
         """Compile the modules in place, so that their parameters keep their names.
 
+        Args:
+            modules: of the model.
+            device: where they are.
+            mixed: see ``compile_in_place``.
+            round_as_eager: likewise.
+
         Raises:
             UserError: on a CPU without a C++ compiler, which torch.compile needs there.
         """

@@ -15,6 +15,12 @@ def matching(option: str, pattern: str, names: Collection[str], kind: str) -> se
     These are whole dotted names: ``conv1`` is the first layer of a ResNet and no layer in its blocks. Where there is
     none, they are names that end so, after a dot: ``ln_1`` is ``transformer.h.0.ln_1`` and that of all other blocks.
 
+    Args:
+        option: the key that has the pattern, for the message.
+        pattern: as typed.
+        names: dotted names.
+        kind: what they name, for the message.
+
     Raises:
         UserError: there is none; the message has similar names.
     """

@@ -50,7 +50,15 @@ class Diagnostics:
         """
 
     def start(self, model: nn.Module, update: Update, half: torch.dtype | None, steps: int, world: World) -> Session:
-        """Begin a session."""
+        """Begin a session.
+
+        Args:
+            model: in training.
+            update: its update.
+            half: the 16-bit dtype that layers compute in; None: there is none.
+            steps: of the whole run.
+            world: the processes that train together.
+        """
         return Session()
 
 

@@ -50,7 +50,12 @@ class ModelFlops(TorchDispatchMode):
         self._depends = WeakTensorKeyDictionary()
 
     def per_unit(self, unit: str, units: int) -> tuple[float | None, str | None]:
-        """Return the model FLOP of one unit, or None and why it is not known."""
+        """Return the model FLOP of one unit, or None and why it is not known.
+
+        Args:
+            unit: what is counted, such as ``tokens``.
+            units: of the forward pass.
+        """
         if self.unknown:
             return None, f"torch has no FLOP formula for {', '.join(sorted(self.unknown))}"
         if not self.total or not units:

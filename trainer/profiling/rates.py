@@ -50,7 +50,7 @@ def matmul_rates(hardware: Hardware, numbers: Iterable[str] = NUMBERS) -> dict[s
     input, the gradient of the weight, by the kernels that this process uses. They differ in which factor is transposed,
     which matters where a processor has no instructions for the format. The shortest of several times counts. This takes
     up to a second for a format, once for each device, number of threads and torch. What was measured while other
-    processes used the CPUs is kept for this process alone.
+    processes used the CPUs is kept for this process alone. ``numbers``: names of ``mantissa.formats.NUMBERS``.
     """
     rates = {}
     for name in (name for name in numbers if _has_matmul(hardware, NUMBERS[name])):

@@ -39,6 +39,13 @@ def fit_plan(config: Config, plan: Plan[Config], hardware: Hardware, world: Worl
     ``micro_batch_size`` that the user set is not changed; there is a warning. On a GPU ``Recipe.memory_overrides``
     comes first.
 
+    Args:
+        config: as composed.
+        plan: what it became.
+        hardware: of this process.
+        world: the processes that train together; all get the same plan.
+        datasets: to train on.
+
     Raises:
         OutOfMemory: of ``micro_batch_size=auto`` not even 1 is forecast to fit.
     """
@@ -140,7 +147,14 @@ def halved(config: Config, batching: Batching, size: int) -> int:
 
 
 def ran_out(error: Exception, config: Config, batching: Batching, retry: bool) -> OutOfMemory:
-    """Return what ends a run that had no memory; to ``retry`` it, nothing may be trained yet."""
+    """Return what ends a run for which the allocator had no memory.
+
+    Args:
+        error: of the allocator.
+        config: as composed.
+        batching: of the run.
+        retry: whether nothing was trained yet, so that the run can start again with half the microbatch.
+    """
     size, smaller = batching.micro_batch_size, halved(config, batching, batching.micro_batch_size)
     found = re.search(r"tried to allocate (\d+) bytes", str(error))  # the CPU's, between other numbers
     words = f"tried to allocate {int(found[1]) / MIB:.1f} MiB" if found else first_line(error)

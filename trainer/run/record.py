@@ -83,7 +83,16 @@ def open_metric_log(
     git: dict[str, str],
     saved: int | None,
 ) -> MetricLog:
-    """Open the metric log, with MLflow behind it; ``saved`` is the step that a run continues from."""
+    """Open the metric log, with MLflow behind it.
+
+    Args:
+        trainer: of the run.
+        folder: of the run.
+        options: of the run by dotted key; params in MLflow.
+        manifest: see ``observed``.
+        git: the commit, where the project is in a repository.
+        saved: the step of the checkpoint that the run continues from; None: a new run.
+    """
     config = trainer.config
     hardware = {f"hardware.{name}": value for name, value in trainer.hardware.facts().items()}
     tags = {
@@ -129,6 +138,12 @@ def record_failure(
     A run without a checkpoint also saves its weights, below ``failure/``, as a checkpoint of the step before: they have
     not changed since, nor has the optimizer's state. Buffers, of which running statistics may be no longer finite, and
     generators are those after the last step that was taken (``generators``).
+
+    Args:
+        error: of the step.
+        trainer: after it.
+        folder: of the run.
+        progress: see ``CheckpointWriter.save``.
     """
     world, saved = trainer.world, None
     facts: dict[str, Any] = {"checkpoint": None, "generators": None}

@@ -29,7 +29,13 @@ _NOTHING = (0, 0, 0, 0)
 
 
 def draw(augment: ImageAugment, samples: Sequence[SampleId], size: int) -> Batch:
-    """Return what ``apply`` and ``soft_targets`` need of these samples; nothing in evaluation."""
+    """Return what ``apply`` and ``soft_targets`` need of these samples; nothing in evaluation.
+
+    Args:
+        augment: its ``mixup``, ``cutmix`` and ``erasing``.
+        samples: of one microbatch, in the order of the stream.
+        size: of the side of the images, in pixels.
+    """
     seeds = [sample.seed for sample in samples if sample.seed is not None]
     drawn: Batch = {}
     if len(seeds) < len(samples):
