@@ -8,8 +8,9 @@ import shlex
 import time
 from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optuna
 import torch
@@ -31,12 +32,7 @@ from trainer.metrics import Metrics
 from trainer.recipe import Recipe
 from trainer.run.fit import release_memory
 from trainer.run.start import train
-from trainer.tracking.results import best_key
-from trainer.tracking.store import cut
 from trainer.tracking.tracked_run import TrackedRun
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
 
 
 def main(arguments: list[str]) -> int:
@@ -133,20 +129,10 @@ def _publish(search: Search, output_dir: Path) -> None:
     """Fold the trials under one run in MLflow, where they are there, and print where it is."""
     folders = [output_dir / search.run_of(trial) for trial in search.counted()]
     runs = [TrackedRun.read(folder) for folder in folders if (folder / TRACKING_FILE).exists()]
-    sent = [run for run in runs if run.run_id]
-
-    def send(client: MlflowClient) -> Any:
-        first = min(sent, key=lambda run: run.started_s)
-        above = run_above(client, sent, f"search-{search.study.study_name}", f"search-{first.key}", first.started_s)
-        for name, text in search.described.items():
-            client.set_tag(above.info.run_id, name, cut(text, 500))
-        if _complete(search):
-            metric = best_key(search.described["metric"])
-            client.log_metric(above.info.run_id, metric, search.study.best_value, step=len(sent))
-        return above
-
-    if sent:
-        print(publish("the search", str(sent[0].uri), send))
+    if sent := [run for run in runs if run.run_id]:
+        first, name = sent[0], f"search-{search.study.study_name}"
+        above = partial(run_above, runs=sent, name=name, key=f"search-{first.key}", began_s=first.started_s)
+        print(publish("the search", str(first.uri), above))
 
 
 def _complete(search: Search) -> list[FrozenTrial]:

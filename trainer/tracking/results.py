@@ -54,13 +54,9 @@ def summary_lines(log: Path, summary: dict[str, Any]) -> list[dict[str, Any]]:
         found.append(_line(lowest, best_loss=lowest[LOSS]))
     best, metric = summary.get("best"), summary.get("best_metric", LOSS)
     if best and metric != LOSS:
-        found.append({"step": best["step"], "time": lines[-1]["time"], best_key(metric): best["value"]})
+        name = metric.removeprefix("valid/").replace("/", "_")
+        found.append({"step": best["step"], "time": lines[-1]["time"], f"best_{name}": best["value"]})
     return found
-
-
-def best_key(metric: str) -> str:
-    """Return MLflow's name of the best value of a metric: ``best_loss`` of ``valid/loss``."""
-    return f"best_{metric.removeprefix('valid/').replace('/', '_')}"
 
 
 def _line(of: dict[str, Any], **values: float | None) -> dict[str, Any]:
