@@ -122,7 +122,7 @@ def test_the_pages_recipe_learns_as_documented(folder: Path, succeed: Train) -> 
     (folder / "mine").mkdir()
     (folder / "mine" / "tumour.py").write_text(code)
     done = succeed("-m", "recipe_path=mine", "recipe=tumour", "precision=bf16", "recipe.width=32,64", "tracking=local")
-    assert "569 tumours, 30 numbers each" in done.out
+    assert "\nbest: tumour-bf16-s0-width_" in done.out
     for width in (32, 64):
         run = folder / f"outputs/tumour-bf16-s0-width_{width}"
         summary, config = read_object(run / "summary.json"), read_object(run / "config.json")
