@@ -136,7 +136,7 @@ class Recipe:
     masks_attention: ClassVar[bool] = False
     """Whether the model gives ``scaled_dot_product_attention`` a mask or bias: cuDNN's kernel is then left out."""
     mixes_images: ClassVar[bool] = False
-    """Whether the loss carries out ``augment.mixup``, ``cutmix`` and ``erasing``; otherwise they are refused."""
+    """Whether the loss carries out ``augment.mixup`` and ``cutmix``; otherwise they are refused."""
     known_sum: ClassVar[bool] = False
     """Whether a test holds that the loss is a sum; else the start compares that of two samples with theirs. A subclass
     with a loss of its own says it anew."""

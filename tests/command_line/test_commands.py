@@ -33,7 +33,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "recipe/resnet": ("recipe.arch=shufflenet_v2_x0_5",),
     "augment/imagenet": IMAGES,
     "augment/light": IMAGES,
-    "augment/randaugment": (*IMAGES, "augment.mixup=0.2", "augment.cutmix=1", "augment.erasing=0.5"),
+    "augment/randaugment": (*IMAGES, "augment.mixup=0.2", "augment.cutmix=1"),
     "augment/trivialaugment": IMAGES,
     "data/digits": IMAGES,
     "data/hub": (*TEXT, "data.name=texts", "data.tokenizer=bytes"),

@@ -41,7 +41,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "average": ("ema=default", "ema.decay=0.5"),
     "average bf16_master": ("ema=default", "ema.decay=0.5", "precision=bf16_master", "optimizer.lr=0.1"),
     **{mode: (*SGD, f"precision={mode}", "scaler.init=1024") for mode in HALVES},
-    "mixing": ("augment.mixup=0.4", "augment.cutmix=1", "augment.erasing=0.5"),
+    "mixing": ("augment.mixup=0.4", "augment.cutmix=1"),
     "lora": ("recipe.lora.rank=2", "optimizer.lr=0.02"),
     "lora bf16_master": ("recipe.lora.rank=2", "optimizer=sgd", "optimizer.lr=0.5", "precision=bf16_master"),
 }

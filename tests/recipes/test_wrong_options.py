@@ -70,7 +70,6 @@ ROWS = {
     "resnet augment=none augment.mixup=-1": "augment.mixup=-1.0 must be at least 0 and finite",
     "resnet augment=light augment.cutmix=nan": "augment.cutmix=nan must be at least 0 and finite",
     "resnet augment=light augment.shift=0.6": "augment.shift=0.6 must be at least 0 and at most 0.5",
-    "resnet augment=imagenet augment.erasing=1.5": "augment.erasing=1.5 must be at least 0 and at most 1",
     "resnet augment=imagenet augment.min_area=0": "augment.min_area=0.0 must be above 0 and at most 1",
     "resnet augment=imagenet augment.eval_crop=2": "augment.eval_crop=2.0 must be above 0 and at most 1",
     "resnet augment=randaugment augment.operations=0": "augment.operations=0 must be at least 1",

@@ -42,7 +42,7 @@ class ImageAugment(Augment):
     """The ``augment`` config group; this base is ``augment=none``: the whole image, in training and in evaluation.
 
     A choice is a pure function of the sample's seed. It does not know the pixels: ``pixels.py`` cuts them, and
-    ``mixing.py`` mixes and erases them on the device. Every choice has these options; evaluation has none of them.
+    ``mixing.py`` mixes them on the device. Every choice has these options; evaluation has none of them.
     """
 
     kind: ClassVar[str] = "none"
@@ -56,29 +56,23 @@ class ImageAugment(Augment):
     cutmix: float = field(default=0.0, kw_only=True)
     """CutMix: exchange a box between pairs of images, and mix labels by its area, from Beta(cutmix, cutmix) (Yun et al.
     2019, who use 1); 0: off. With ``mixup``, each pair gets one of the two, with equal probability."""
-    erasing: float = field(default=0.0, kw_only=True)
-    """Random erasing: probability that a box of an image is replaced by the mean colour (Zhong et al. 2020); 0: off.
-    torchvision's references use 0.1, timm's 0.25."""
 
     def __post_init__(self) -> None:
         check_range("augment.mixup", self.mixup, "[0, inf)")
         check_range("augment.cutmix", self.cutmix, "[0, inf)")
-        check_range("augment.erasing", self.erasing, "[0, 1]")
 
     @property
     def micro_batch_multiple(self) -> int:
         """Return the number that ``micro_batch_size`` has to be a multiple of: pairs of images are mixed."""
-        return 2 if self.mixes else 1
-
-    @property
-    def mixes(self) -> bool:
-        """Whether images are mixed in pairs: neighbours in the stream of samples, the first of an even position."""
-        return self.mixup > 0 or self.cutmix > 0
+        return 2 if self.on_device else 1
 
     @property
     def on_device(self) -> list[str]:
-        """The options that are set and that the recipe's loss carries out on the device, as typed."""
-        options = ("mixup", "cutmix", "erasing")
+        """The options that are set and that the recipe's loss carries out on the device, as typed.
+
+        They mix images in pairs: neighbours in the stream of samples, the first of an even position.
+        """
+        options = ("mixup", "cutmix")
         return [f"augment.{name}={value}" for name in options if (value := getattr(self, name))]
 
     def check(self, recipe: Recipe) -> None:
@@ -246,7 +240,7 @@ class AutomaticAugment(ImageAugment):
         return next((self._become(cls) for cls in (ImageAugment, ImageNet) if cls.kind == kind), self)
 
     def _become(self, cls: type[ImageAugment]) -> ImageAugment:
-        return cls(mixup=self.mixup, cutmix=self.cutmix, erasing=self.erasing)
+        return cls(mixup=self.mixup, cutmix=self.cutmix)
 
 
 def _changed_by(policy: str, view: View, seed: int | None, **options: int) -> View:

@@ -1,4 +1,4 @@
-"""Mixup, CutMix and erasing: what is drawn from the samples' seeds, what becomes of pixels and labels."""
+"""Mixup and CutMix: what is drawn from the samples' seeds, what becomes of pixels and labels."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def images(count: int) -> Tensor:
 
 
 def test_nothing_is_drawn_in_evaluation_and_without_the_options() -> None:
-    assert mixing.draw(ImageAugment(mixup=1, erasing=1), [SampleId(0, None), SampleId(1, None)], SIZE) == {}
+    assert mixing.draw(ImageAugment(mixup=1), [SampleId(0, None), SampleId(1, None)], SIZE) == {}
     assert drawn(4) == {}
 
 
 def test_both_images_of_a_pair_have_its_draw_and_microbatches_do_not_change_it() -> None:
-    augment = ImageAugment(mixup=0.4, cutmix=1.0, erasing=0.5)
+    augment = ImageAugment(mixup=0.4, cutmix=1.0)
     whole = mixing.draw(augment, samples(8), SIZE)
     parts = [mixing.draw(augment, samples(2, first), SIZE) for first in range(0, 8, 2)]
     for name, tensor in whole.items():
@@ -54,7 +54,6 @@ def test_both_images_of_a_pair_have_its_draw_and_microbatches_do_not_change_it()
     assert torch.equal(whole["share"][::2], whole["share"][1::2])
     assert torch.equal(whole["pasted"][::2], whole["pasted"][1::2])
     assert len(whole["share"].unique()) == 4
-    assert not torch.equal(whole["erased"][::2], whole["erased"][1::2])  # each image has its own
 
 
 def test_shares_and_boxes_have_the_published_distributions() -> None:
@@ -72,13 +71,6 @@ def test_shares_and_boxes_have_the_published_distributions() -> None:
     assert 0.6 < cut["share"].mean() < 0.75  # above one half: boxes are cut off at the edge
     either = drawn(2000, mixup=0.2, cutmix=1.0)["pasted"][:, 2] > 0
     assert 0.4 < either.float().mean() < 0.55  # half of the pairs, and a few boxes are empty
-
-    left, top, right, bottom = drawn(2000, erasing=0.3)["erased"].unbind(1)
-    erased = right > left
-    assert 0.26 < erased.float().mean() < 0.34
-    area = ((right - left) * (bottom - top))[erased] / SIZE**2
-    assert 0.005 < area.min() < 0.05
-    assert 0.28 < area.max() < 0.4
 
 
 # --------------------------------------------------------------------------------------- pixels and labels
@@ -103,17 +95,12 @@ def test_mixup_blends_pixels_and_labels_of_a_pair_by_one_share() -> None:
     assert torch.equal(mixing.apply(before[:3].clone(), three)[2], before[2])  # it has no neighbour
 
 
-def test_cutmix_takes_exactly_the_box_from_the_neighbour_and_erasing_the_mean_colour() -> None:
-    before, batch = images(64), drawn(64, cutmix=1.0, erasing=0.7)
-    erased = mixing.apply(before.clone(), {"erased": batch["erased"]})
-    after = mixing.apply(before.clone(), batch)  # what is erased is mixed
-    for image, (left, top, right, bottom) in enumerate(batch["erased"].tolist()):
-        expected = before[image].clone()
-        expected[:, top:bottom, left:right] = 0
-        assert torch.equal(erased[image], expected)
+def test_cutmix_takes_exactly_the_box_from_the_neighbour() -> None:
+    before, batch = images(64), drawn(64, cutmix=1.0)
+    after = mixing.apply(before.clone(), batch)
     for image, (left, top, right, bottom) in enumerate(batch["pasted"].tolist()):
-        expected = erased[image].clone()
-        expected[:, top:bottom, left:right] = erased[image ^ 1, :, top:bottom, left:right]
+        expected = before[image].clone()
+        expected[:, top:bottom, left:right] = before[image ^ 1, :, top:bottom, left:right]
         assert torch.equal(after[image], expected)
     assert (batch["share"] < 1).any()
 
@@ -167,7 +154,7 @@ def test_a_dataset_says_whether_its_batches_use_the_global_generator(
 
 RUN = (
     "recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "augment=light", "augment.mixup=0.4", "augment.cutmix=1",
-    "augment.erasing=0.3", "batch_size=8", "steps=3", "recipe.label_smoothing=0.1",
+    "batch_size=8", "steps=3", "recipe.label_smoothing=0.1",
 )  # fmt: skip
 
 
@@ -183,7 +170,7 @@ def test_training_and_evaluation_may_have_sizes_of_their_own() -> None:
 
 
 def test_training_sees_mixed_images_and_evaluation_does_not() -> None:
-    mixed, plain = trainer_of(*RUN), trainer_of(*RUN[:3], *RUN[6:])
+    mixed, plain = trainer_of(*RUN), trainer_of(*RUN[:3], *RUN[5:])
     assert mixed.evaluate() == plain.evaluate()
     seen: list[Tensor] = []
     mixed.model.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
