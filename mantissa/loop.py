@@ -144,7 +144,7 @@ def _builder(
             contexts.callback(torch.clear_autocast_cache)  # inside of the caller's autocast it would keep old weights
             contexts.enter_context(torch.autocast(device.type, dtype=row.autocast, enabled=enters))
             if fp32_ops:
-                contexts.enter_context(OperatorPolicy(device.type, dict.fromkeys(fp32_ops, torch.float32), half))
+                contexts.enter_context(OperatorPolicy(device.type, fp32_ops, half))
             return contexts
 
         def prepare(number: int, lr: float, fresh: bool) -> None:

@@ -1,4 +1,4 @@
-"""Operators in a dtype that the user chose, whatever autocast does: ``precision.fp32_ops`` and ``half_ops``."""
+"""Operators that compute in fp32, whatever autocast does: ``mantissa.fp32_ops`` and ``precision.fp32_ops``."""
 
 from __future__ import annotations
 
@@ -20,31 +20,30 @@ GROUPS = ("special", "linalg", "fft")
 
 
 class OperatorPolicy(TorchFunctionMode):
-    """Casts the tensors that some operators get, replaces the dtypes they are told, and turns autocast off for them.
+    """Casts the tensors that some operators get to fp32, replaces the dtypes they are told, and turns autocast off.
 
-    fp64 and ``out=`` are left alone; fp32 islands stay fp32. What an operator calls inside follows that operator.
+    fp64 and ``out=`` are left alone. What an operator calls inside follows that operator.
 
     Args:
         device_type: of the autocast that is turned off. Empty: that of the operator's tensors, and without autocast
             results have the dtype of the inputs.
-        dtypes: by name: ``softmax`` is F.softmax, torch.softmax and Tensor.softmax; ``matmul`` is ``@``, too.
+        names: ``softmax`` is F.softmax, torch.softmax and Tensor.softmax; ``matmul`` is ``@``, too.
         result: the dtype of the results (not scalars) of operators whose inputs all have it; None: they stay fp32.
     """
 
-    def __init__(self, device_type: str, dtypes: dict[str, torch.dtype], result: torch.dtype | None) -> None:
+    def __init__(self, device_type: str, names: Iterable[str], result: torch.dtype | None) -> None:
         super().__init__()
         self.device_type = device_type
-        self.dtypes = {spelling: dtype for name, dtype in dtypes.items() for spelling in spellings(name)}
+        self.names = {spelling for name in names for spelling in spellings(name)}
         self.result = result
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        dtype = self.dtypes.get(name_of(function))
-        if dtype is None or (islands.entered and dtype != torch.float32):
+        if name_of(function) not in self.names:
             return function(*args, **kwargs)
         given: list[torch.dtype] = []
-        args = _cast(args, dtype, given)
-        kwargs = {name: value if name == "out" else _cast(value, dtype, given) for name, value in kwargs.items()}
+        args = _cast(args, given)
+        kwargs = {name: value if name == "out" else _cast(value, given) for name, value in kwargs.items()}
         kind, result = self.device_type, self.result
         if not kind:
             kind = next((each.device.type for each in tensors((args, kwargs))), "cpu")
@@ -64,7 +63,7 @@ class OperatorPolicy(TorchFunctionMode):
 
 def fp32_ops(names: Iterable[str], device_type: str = "") -> OperatorPolicy:
     """Return a context for forward and loss in which operators, such as ``softmax``, compute in fp32."""
-    return OperatorPolicy(device_type, dict.fromkeys(names, torch.float32), None)
+    return OperatorPolicy(device_type, names, None)
 
 
 def name_of(function: Any) -> str:
@@ -79,10 +78,10 @@ def spellings(operator: str) -> tuple[str, ...]:
     return operator, f"__{operator}__", f"__r{operator}__", *(f"{group}_{operator}" for group in GROUPS)
 
 
-def _cast(value: Any, dtype: torch.dtype, given: list[torch.dtype]) -> Any:
+def _cast(value: Any, given: list[torch.dtype]) -> Any:
     """Cast the tensors in an argument, and replace dtypes; ``given`` gets those that decide the result's dtype."""
     if type(value) in (list, tuple):
-        return type(value)([_cast(item, dtype, given) for item in value])
+        return type(value)([_cast(item, given) for item in value])
     tensor = isinstance(value, Tensor)
     before = value.dtype if tensor else value
     if not isinstance(before, torch.dtype) or not before.is_floating_point:
@@ -91,7 +90,7 @@ def _cast(value: Any, dtype: torch.dtype, given: list[torch.dtype]) -> Any:
         given.append(before)
     if before not in _FLOATS:
         return value
-    return value.to(dtype) if tensor else dtype
+    return value.float() if tensor else torch.float32
 
 
 # What torch.compile leaves out of its graphs runs eagerly, and this code with it: alone it would be compiled for every

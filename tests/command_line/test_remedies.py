@@ -267,8 +267,6 @@ recipe=bignet metrics=[accuracy]
 recipe=gpt2 recipe.pretrained=gpt2
 recipe=resnet precision=mxfp8
 recipe=bignet precision=bf16 precision.fp32_ops=[sofmax]
-recipe=bignet precision=bf16 precision.fp32_ops=[exp] precision.half_ops=[exp]
-recipe=bignet precision=fp16 precision.half_ops=[batch_norm]
 recipe=bignet precision=bf16_pure 'precision.fp32_modules=["*"]'
 recipe=gpt2 data=synthetic recipe.size=nano precision=bf16_pure precision.fp32_modules=[lm_head]
 recipe=bignet precision=bf16 precision.fp32_modules=[layerz]

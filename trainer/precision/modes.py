@@ -35,7 +35,6 @@ SILENT = {
 """Environment variables with which a format is another one, each with the values that make it so."""
 _HOLDERS = (F, torch, Tensor, *(getattr(torch, group) for group in operators.GROUPS))
 """Where torch has the operators that options may name."""
-_IN_PLACE = ("batch_norm", "instance_norm")  # of a copy in 16 bits, the statistics would be lost
 _PRODUCTS = ("linear", "addmm", "mm")  # of linear layers, and inside of scaled ones
 Blocks = Callable[[Any], list[nn.Module]]
 """``Recipe.blocks``."""
@@ -64,8 +63,6 @@ class Precision:
     """Scales of fp8: ``tensorwise``, or ``rowwise`` (one per row: more accurate, slower); null: tensorwise."""
     fp32_ops: list[str] | None = None
     """Operators to run in fp32: ``[softmax]`` or ``[layer_norm,mean]``."""
-    half_ops: list[str] | None = None
-    """Operators to run in 16 bits although autocast or the model uses fp32: ``[layer_norm]``."""
     kernels: str = "auto"
     """How a CPU multiplies 16-bit operands: ``native`` kernels or ``fp32`` arithmetic; auto: native if the CPU has
     instructions for it."""
@@ -73,13 +70,13 @@ class Precision:
     def __post_init__(self) -> None:
         check_choice("precision", self.mode, FORMATS)
         check_choice("precision.kernels", self.kernels, kernels.KERNELS)
-        for key in ("fp32_modules", "fp32_ops", "half_ops", "kernels"):
+        for key in ("fp32_modules", "fp32_ops", "kernels"):
             if self.half is None and getattr(self, key) not in (None, [], kernels.AUTO):
                 raise UserError(
                     f"precision.{key} has no effect with precision={self.mode}, which has no 16-bit dtype; "
                     "remove it, or use precision=bf16 or precision=fp16"
                 )
-        self.fp32_ops, self.half_ops = self.fp32_ops or None, self.half_ops or None
+        self.fp32_ops = self.fp32_ops or None
         if self.format.number is FP8:
             self.fp8_scaling = self.fp8_scaling or SCALINGS[0]
             check_choice("precision.fp8_scaling", self.fp8_scaling, SCALINGS)
@@ -89,24 +86,20 @@ class Precision:
             )
 
     def check_operators(self) -> None:
-        """Check the names in ``fp32_ops`` and ``half_ops``.
+        """Check the names in ``fp32_ops``.
 
         Raises:
-            UserError: torch has no such operator, both options have it, or it cannot compute in 16 bits.
+            UserError: torch has no such operator, or it is inside of the linear layers of a scaled format.
         """
-        for option, name in ((option, name) for option, names in self.operator_overrides.items() for name in names):
+        for name in self.fp32_ops or ():
             if not _is_operator(name):
                 near = nearest(name, filter(_is_operator, (each for holder in _HOLDERS for each in dir(holder))))
-                raise UserError(f"precision.{option}: torch has no operator {name!r} that returns a new tensor{near}")
+                raise UserError(f"precision.fp32_ops: torch has no operator {name!r} that returns a new tensor{near}")
             if self.format.number.scaled and name in _PRODUCTS:
                 raise UserError(
-                    f"precision.{option}: {name} would not reach the linear layers in {self.mode}; "
+                    f"precision.fp32_ops: {name} would not reach the linear layers in {self.mode}; "
                     "remove it, and name layers in precision.fp32_modules"
                 )
-            if option == "half_ops" and name in (self.fp32_ops or ()):
-                raise UserError(f"precision.fp32_ops and precision.half_ops both have {name}; remove it from one")
-            if option == "half_ops" and name in _IN_PLACE:
-                raise UserError(f"precision.half_ops: {name} updates statistics, which stay in fp32; remove it")
 
     def check(self, hardware: Hardware) -> None:
         """Check that the hardware, the installed packages and the environment allow this mode.
@@ -164,17 +157,14 @@ class Precision:
         """
         dtype = self.format.autocast
         autocast = nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
-        if not self.operator_overrides:
+        if not self.fp32_ops:
             return autocast
-        dtypes = dict.fromkeys(self.half_ops or (), self.half or torch.float32)
-        dtypes |= dict.fromkeys(self.fp32_ops or (), torch.float32)
-        return operators.OperatorPolicy(device.type, dtypes, self.format.half_weights).beside(autocast)
+        return operators.OperatorPolicy(device.type, self.fp32_ops, self.format.half_weights).beside(autocast)
 
     @property
     def operator_overrides(self) -> dict[str, list[str]]:
         """The operators that have a dtype of their own, by option."""
-        lists = {"fp32_ops": self.fp32_ops, "half_ops": self.half_ops}
-        return {key: names for key, names in lists.items() if names}
+        return {"fp32_ops": self.fp32_ops} if self.fp32_ops else {}
 
     def loss_divisor(self, targets: int) -> tuple[int, float]:
         """Return the divisor of the summed loss before backward, and the factor that its gradients then still need.

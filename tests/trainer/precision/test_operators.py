@@ -27,8 +27,8 @@ from trainer.run.record import observed
 from trainer.trainer import Trainer
 
 CPU = torch.device("cpu")
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-LISTS: dict[str, Any] = {"fp32_ops": ["softmax"], "half_ops": ["layer_norm"]}
+BF16, FP32 = torch.bfloat16, torch.float32
+LISTS: dict[str, Any] = {"fp32_ops": ["softmax"]}
 
 
 class Block(nn.Module):
@@ -43,21 +43,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.linear.weight.dtype
+        keys = self.linear(self.norm(x.float() if weights == FP32 else x))
         if self.by_hand:
-            half = torch.get_autocast_dtype("cpu") if weights == FP32 else weights
-            keys = self.linear(self.cast(self.norm, half, x))
-            attention = self.cast(self.softmax, FP32, keys @ keys.transpose(-1, -2))
+            with torch.autocast("cpu", enabled=False):
+                attention = self.softmax((keys @ keys.transpose(-1, -2)).float())
             attention = attention if weights == FP32 else attention.to(weights)
         else:
-            keys = self.linear(self.norm(x.float() if weights == FP32 else x))
             attention = self.softmax(keys @ keys.transpose(-1, -2))
         return x + F.dropout(attention, 0.1, self.training) @ keys
-
-    @staticmethod
-    def cast(module: nn.Module, dtype: torch.dtype, x: Tensor) -> Tensor:
-        weights = {name: parameter.to(dtype) for name, parameter in module.named_parameters()}
-        with torch.autocast("cpu", enabled=False):
-            return torch.func.functional_call(module, weights, x.to(dtype))
 
 
 @dataclass
@@ -107,7 +100,7 @@ def step(trainer: Trainer) -> list[Any]:
 
 def dtypes(model: nn.Module) -> dict[str, list[torch.dtype]]:
     """What the inner modules return from now on."""
-    seen: dict[str, list[torch.dtype]] = {"0.norm": [], "0.softmax": [], "1.norm": [], "1.softmax": []}
+    seen: dict[str, list[torch.dtype]] = {"0.softmax": [], "1.softmax": []}
     for name, found in seen.items():
         model.get_submodule(name).register_forward_hook(lambda _, given, output, kept=found: kept.append(output.dtype))
     return seen
@@ -120,8 +113,7 @@ def test_training_and_evaluation_are_bit_for_bit_those_with_casts_by_hand(mode: 
     result = step(listed)
     assert same_bits(result, step(trainer_of(Precision(mode), Attention(by_hand=True))))
     assert not same_bits(result, step(trainer_of(Precision(mode))))
-    expected = {"norm": {BF16 if mode.startswith("bf16") else FP16}, "softmax": {FORMATS[mode].weights}}
-    assert all(set(found) == expected[name[2:]] for name, found in seen.items())
+    assert all(set(found) == {FORMATS[mode].weights} for found in seen.values())
 
 
 @pytest.mark.parametrize("mode", ["blocks", "selective"])
@@ -137,7 +129,7 @@ def test_what_is_recomputed_has_the_same_policy(mode: str, precision: str) -> No
 @pytest.mark.parametrize(
     ("recipe", "precision"),
     [
-        (Attention(), Precision("bf16", fp32_ops=["linear", "softmax"], half_ops=["layer_norm"])),
+        (Attention(), Precision("bf16", fp32_ops=["linear", "softmax"])),
         (SmallConvNet(), Precision("bf16", fp32_modules=["7"])),
     ],
 )
@@ -194,17 +186,6 @@ def test_fp32_ops_round_nothing_that_had_more_than_16_bits() -> None:
         assert F.softmax(x.to(BF16), -1, dtype=FP32).dtype == FP32
         assert x.double().softmax(-1).dtype == torch.float64
         assert torch.add(x.to(BF16), 1, out=out) is out
-    with Precision("bf16_pure", half_ops=["softmax"]).autocast(CPU):
-        assert x.double().softmax(-1).dtype == torch.float64
-        assert F.softmax(x, -1, dtype=FP32).dtype == BF16
-
-
-@pytest.mark.parametrize("mode", ["bf16", "bf16_pure"])
-def test_islands_win_over_low_ops(mode: str) -> None:
-    trainer = trainer_of(Precision(mode, ["0"], half_ops=["layer_norm"]))
-    seen = dtypes(trainer.model)
-    trainer.gradients(next(trainer.batches()))
-    assert (set(seen["0.norm"]), set(seen["0.softmax"]), set(seen["1.norm"])) == ({FP32}, {FP32}, {BF16})
 
 
 def test_without_lists_there_is_no_other_context_than_autocasts() -> None:
@@ -215,6 +196,5 @@ def test_the_manifest_has_the_lists() -> None:
     manifest = observed(trainer_of(Precision("bf16", **LISTS)))[0]
     assert manifest["requested"] == {"mode": "bf16", "fp32_modules": [], **LISTS}
     assert manifest["effective"]["fp32_ops"] == LISTS["fp32_ops"]
-    assert manifest["effective"]["half_ops"] == LISTS["half_ops"]
     without = observed(trainer_of(Precision("bf16")))[0]
     assert "fp32_ops" not in {**without["requested"], **without["effective"]}
