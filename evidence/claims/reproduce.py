@@ -8,6 +8,7 @@ import math
 import statistics
 from contextlib import redirect_stdout
 from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 
@@ -27,6 +28,7 @@ from trainer.terminal import on_error_stream, work
 
 CONFIRMED, REFUTED, NOT_HERE, NO_VERDICT = "CONFIRMED", "REFUTED", "NOT TESTABLE HERE", "no verdict"
 FINDINGS_FILE = "claim.json"
+_short = partial(shorten, placeholder=" …")
 
 
 @dataclass
@@ -233,7 +235,3 @@ def _list(hardware: Hardware) -> None:
     for group, lines in groups.items():
         print("\n".join([group, *lines]))
     print("\nTest one with claim=…, which says it in full, or all that this machine can with all=true.")
-
-
-def _short(text: str, width: int) -> str:
-    return shorten(text, width, placeholder=" …")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 _LONGEST = 500
-"""Characters of a param or a tag."""
+"""Characters of a tag."""
 
 
 def publish_comparison(result: Result, uri: str, files: list[Path]) -> list[str]:
@@ -50,29 +49,28 @@ def _update_parent(
     client: MlflowClient, result: Result, delivered: list[tuple[Outcome, TrackedRun]], files: list[Path]
 ) -> Any:
     """Create the run above those of the comparison, or bring it up to date, and return it; nothing is logged twice."""
-    from mlflow.entities import Metric, Param, RunTag
+    from mlflow.entities import Metric, RunTag
 
     plan = result.plan
     run = run_above(client, [sent for _, sent in delivered], f"compare-{plan.name}", result.key, result.began_s)
-    run_id, known, now_ms = run.info.run_id, run.data, int(time.time() * 1000)
-    params = {
+    run_id, began_ms = run.info.run_id, int(result.began_s * 1000)
+    tags = {
         "arms": ", ".join(arm.label for arm in plan.arms),
         "baseline": plan.baseline,
         "margin": str(plan.margin),
         "common": " ".join(redacted_arguments(plan.common)),
+        "mlflow.note.content": "\n\n".join(lead(result)),
     }
-    metrics = {f"{arm.label}_{name}": value for arm in result.arms for name, value in _numbers(arm).items()}
-    tags = {f"quality.{arm.label}": arm.quality.verdict for arm in result.arms if arm.quality.verdict}
-    tags |= {"mlflow.note.content": "\n\n".join(lead(result))}
+    tags |= {f"quality.{arm.label}": arm.quality.verdict for arm in result.arms if arm.quality.verdict}
     client.log_batch(
         run_id,
+        # MLflow ignores a point that it has, the time included.
         [
-            Metric(key, value, now_ms, len(plan.seeds))
-            for key, value in metrics.items()
-            if known.metrics.get(key) != value
+            Metric(f"{arm.label}_{name}", value, began_ms, len(plan.seeds))
+            for arm in result.arms
+            for name, value in _numbers(arm).items()
         ],
-        [Param(key, store.cut(text, _LONGEST)) for key, text in params.items() if key not in known.params],
-        [RunTag(key, store.cut(text, _LONGEST)) for key, text in tags.items()],
+        tags=[RunTag(key, store.cut(text, _LONGEST)) for key, text in tags.items()],
     )
     for file in files:
         client.log_artifact(run_id, str(file))

@@ -27,39 +27,31 @@ from trainer.terminal import WIDTH
 from trainer.tracking.store import cut
 
 _IN_EVERY_NAME = ("recipe", "precision", "seed")
-_HEADING = ["best", "step", "final", "throughput", "memory", "status"]
 _LONGEST = 150
 """Characters of a name; file systems take 255 bytes, and a folder that exists gets a number."""
 
 
-def _results(summaries: Sequence[dict[str, Any]]) -> list[str]:
-    """Return best and final score, throughput and memory; of several runs ``2.5 ± 0.1``, with the sample deviation."""
+def _results(summaries: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return scores, throughput and memory by column; of several runs ``2.5 ± 0.1``, with the sample deviation."""
 
-    def shown(values: Sequence[float | None], text: Callable[[float], str], spread: bool = True) -> str:
+    def shown(values: Sequence[float | None], text: Callable[[float], str]) -> str:
         known = [value for value in values if value is not None]
         if not known or len(known) < len(values):
             return ""
-        deviation = [statistics.stdev(known)] if len(known) > 1 and spread else []
+        deviation = [statistics.stdev(known)] if len(known) > 1 else []
         return " ± ".join(map(text, [statistics.fmean(known), *deviation]))
 
     from trainer.precision.kernels import in_short  # it imports torch
 
-    how = in_short(summaries[0].get("not_timed"))
+    best = [each.get("best") or {} for each in summaries]
     rate = shown([each.get("units_per_s") for each in summaries], quantity)
-    return [
-        shown([(each.get("best") or {}).get("value") for each in summaries], loss),
-        shown([(each.get("final") or {}).get("valid/loss") for each in summaries], loss),
-        rate and f"{rate} {summaries[0]['unit']}/s{how}",
-        shown([each.get("peak_memory_bytes") for each in summaries], size, spread=False),
-    ]
-
-
-def _telling(rows: list[list[str]]) -> list[tuple[str, ...]]:
-    """Return the columns of the results, but those that say nothing: the same of all runs, or the best score again."""
-    best, *others = zip(*rows, strict=True)
-    values = [{*column[1:]} - {""} for column in others]
-    differ = [len(of_column) > 1 or of_column & {"failed", "stopped"} for of_column in values]
-    return [best, *(column for column, told in zip(others, differ, strict=True) if told and column[1:] != best[1:])]
+    return {
+        "best": shown([each.get("value") for each in best], loss),
+        "step": f"{best[0]['step']:.0f}" if best[0] and len(best) == 1 else "",
+        "final": shown([(each.get("final") or {}).get("valid/loss") for each in summaries], loss),
+        "throughput": rate and f"{rate} {summaries[0]['unit']}/s{in_short(summaries[0].get('not_timed'))}",
+        "memory": shown([each.get("peak_memory_bytes") for each in summaries], size),
+    }
 
 
 def name_of(name: str, values: dict[str, str], typed: bool = False) -> str:
@@ -111,11 +103,10 @@ class Row(NamedTuple):
         best, sign = summary.get("best"), -1 if summary.get("best_is") == "highest" else 1
         return best is None, sign * best["value"] if best else 0.0
 
-    def cells(self) -> list[str]:
-        """Return the results in the row of the table."""
-        best, *others = _results([self.summary])
-        step = f"{self.summary['best']['step']:.0f}" if best else ""
-        return [best, step, *others, self.summary.get("status", "stopped" if self.stopped else "failed").lower()]
+    def cells(self) -> dict[str, str]:
+        """Return the row of the table, by column: what is swept, and the results."""
+        status = self.summary.get("status", "stopped" if self.stopped else "failed").lower()
+        return (self.values or {"run": self.name}) | _results([self.summary]) | {"status": status}
 
 
 TrainOne = Callable[[DictConfig, list[str], Mapping[str, Any], bool], tuple[int, dict[str, Any], bool]]
@@ -207,19 +198,20 @@ class Sweep:
         if len(self.rows) < 2:
             return ""
         ranked = sorted(self.rows, key=lambda row: row.score)
-        rows = [(row.values or {"run": row.name}, row.cells()) for row in ranked]
-        rows += self._over_seeds() if "seed" in self.keys else []
-        results = _telling([_HEADING, *(cells for _, cells in rows)])
-        taken = sum(2 + max(map(len, column)) for column in results)
-        room = max(8, (WIDTH - taken) // len(rows[0][0]) - 2)
-        swept = [
-            [cut(text, room) for text in (key.rpartition(".")[2], *(values[key] for values, _ in rows))]
-            for key in rows[0][0]
+        rows = [row.cells() for row in ranked] + (self._over_seeds() if "seed" in self.keys else [])
+        table = {key: [key.rpartition(".")[2], *(row.get(key, "") for row in rows)] for key in rows[0]}
+        swept = [table.pop(key) for key in self.keys or ("run",)]
+        best = table["best"]
+        # The others say something where runs differ, or failed.
+        told = [best] + [
+            column for column in table.values() if column[1:] != best[1:] and _differ({*column[1:]} - {""})
         ]
-        best = ranked[0].summary.get("run")
-        return columns([*zip(*swept, *results, strict=True)]) + f"\n\nbest: {best}" * bool(best)
+        room = (WIDTH - sum(2 + max(map(len, column)) for column in told)) // len(swept) - 2
+        short = [[cut(text, max(8, room)) for text in column] for column in swept]
+        lines = columns([*zip(*short, *told, strict=True)])
+        return f"{lines}\n\nbest: {ranked[0].summary['run']}" if ranked[0].summary else lines
 
-    def _over_seeds(self) -> list[tuple[dict[str, str], list[str]]]:
+    def _over_seeds(self) -> list[dict[str, str]]:
         """Return a row for each combination of what is swept but seeds: mean ± sample standard deviation of its runs.
 
         Only of finished runs, and where there are at least two.
@@ -227,11 +219,14 @@ class Sweep:
         alike: dict[tuple[str, ...], list[Row]] = {}
         for row in self.rows:
             if row.summary.get("status") == "FINISHED":
-                same = tuple(value for key, value in row.values.items() if key != "seed")
-                alike.setdefault(same, []).append(row)
-        found = []
-        for rows in sorted(alike.values(), key=lambda rows: statistics.fmean(row.score[1] for row in rows)):
-            if len(rows) > 1:
-                best, *others = _results([row.summary for row in rows])
-                found.append((rows[0].values | {"seed": f"mean of {len(rows)}"}, [best, "", *others, ""]))
-        return found
+                alike.setdefault(tuple((row.values | {"seed": ""}).values()), []).append(row)
+        found = [rows for rows in alike.values() if len(rows) > 1]
+        found.sort(key=lambda rows: statistics.fmean(row.score[1] for row in rows))
+        return [
+            rows[0].values | {"seed": f"mean of {len(rows)}"} | _results([row.summary for row in rows])
+            for rows in found
+        ]
+
+
+def _differ(values: set[str]) -> bool:
+    return len(values) > 1 or bool(values & {"failed", "stopped"})

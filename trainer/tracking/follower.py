@@ -373,16 +373,16 @@ class Follower(threading.Thread):
         )
 
     def _warn_incomplete(self, reason: str) -> None:
-        warn_incomplete(self._missing(reason), self._folder)
+        log.warning("%s", incomplete(self._missing(reason), self._folder))
 
     def _missing(self, reason: str) -> str:
         return f"{redacted(self._uri)} lacks {self._lacks}: {reason}"
 
 
-def warn_incomplete(missing: str, folder: Path) -> None:
-    """Say what MLflow lacks of a run, and how to send it later."""
+def incomplete(missing: str, folder: Path) -> str:
+    """Return what MLflow lacks of a run, and how to send it later."""
     command = shlex.join(["python", "scripts/sync.py", str(folder)])
-    log.warning("MLflow upload incomplete (%s). Data is safe in %s; retry with: %s", missing, folder, command)
+    return f"MLflow upload incomplete ({missing}). Data is safe in {folder}; retry with: {command}"
 
 
 def bytes_read() -> int:

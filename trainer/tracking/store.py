@@ -29,13 +29,9 @@ VIEW = "mantissa"
 VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
 """The tag of an experiment that holds the view: without one, MLflow's table has no column of a metric or a tag."""
 _METRICS = ("best_loss", "throughput", "peak_memory_mib", "process_memory_mib")
-"""Its columns after the precision, but for those that no run has."""
 _COLUMNS = ["tags.`precision`", *(f"metrics.`{name}`" for name in _METRICS)]
-_STATE = {
-    "selectedColumns": _COLUMNS,
-    "columnOrder": ["attributes.`Run Name`", "runDateAndNestInfo", *_COLUMNS],
-    "columnWidths": dict.fromkeys(_COLUMNS, 150),
-}
+_ORDER = ["attributes.`Run Name`", "runDateAndNestInfo", *_COLUMNS]
+_STATE = {"selectedColumns": _COLUMNS, "columnOrder": _ORDER, "columnWidths": dict.fromkeys(_COLUMNS, 150)}
 _VIEW = json.dumps({"name": "precision, loss, throughput, memory", "createdAt": 0, "state": json.dumps(_STATE)})
 KEY_TAG = "mantissa.key"
 """The tag that holds the key of a run (``TrackedRun.key``)."""

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from trainer.errors import UserError, redacted
 from trainer.files import SUMMARY_FILE, TRACKING_FILE, final_status, in_use
-from trainer.tracking.follower import Follower, warn_incomplete
+from trainer.tracking.follower import Follower, incomplete
 from trainer.tracking.options import Tracking
 from trainer.tracking.store import configured_uri, store_uri
 from trainer.tracking.tracked_run import TrackedRun
@@ -78,43 +78,37 @@ def send(folder: Path, uri: str | None = None, *, named: bool = False) -> SyncRe
     try:
         if TrackedRun.read(folder).uri is None and not named:
             return SyncResult("skipped", "tracking=local; skipped")
-        run, store = _opened(folder, uri, "uri")
     except UserError as error:
         return SyncResult("incomplete", str(error))
-    if run.delivered:
-        return SyncResult("complete", "already complete")
     try:
         with in_use(folder):
-            missing = Follower(folder, store, run).send(final_status(folder) or "KILLED")
+            return _send(folder, uri, "uri")
     except UserError:
         return SyncResult("skipped", "in use by another process; skipped")
-    if missing:
-        return SyncResult("incomplete", f"upload incomplete: {missing}")
-    ended = "" if final_status(folder) else f"; it has no {SUMMARY_FILE}: it was killed, or the file was removed"
-    return SyncResult("sent", f"sent to {redacted(store)}{ended}")
 
 
 def finish_delivery(folder: Path, config: Tracking) -> None:
     """Send to MLflow what it lacks of a run that is complete, or warn; the caller holds the lock of its folder."""
     (folder / f".{SUMMARY_FILE}.partial").unlink(missing_ok=True)  # of a process that was killed at the very end
-    if not config.mlflow:
-        return
+    if config.mlflow:
+        result = _send(folder, configured_uri(config.uri), "tracking.uri")
+        if result.status == "incomplete":
+            log.warning("%s", result.message)
+        elif result.status == "sent":
+            log.info("MLflow now has the complete run.")
+
+
+def _send(folder: Path, uri: str | None, key: str) -> SyncResult:
+    """Send the rest of a run to ``uri``, the value of the option ``key``, else to where it was sent to before."""
     try:
-        run, store = _opened(folder, configured_uri(config.uri), "tracking.uri")
+        run = TrackedRun.read(folder)
+        store = store_uri(uri, run.uri, key)
     except UserError as error:
-        log.warning("%s", error)
-        return
-    if run.delivered:
-        return
-    if missing := Follower(folder, store, run).send(final_status(folder) or "KILLED"):
-        warn_incomplete(missing, folder)
-    else:
-        log.info("MLflow now has the complete run.")
-
-
-def _opened(folder: Path, uri: str | None, key: str) -> tuple[TrackedRun, str]:
-    """Return a run, and the store that it is sent to."""
-    run = TrackedRun.read(folder)
-    store = store_uri(uri, run.uri, key)
+        return SyncResult("incomplete", str(error))
     run.send_to(store)
-    return run, store
+    if run.delivered:
+        return SyncResult("complete", "already complete")
+    if missing := Follower(folder, store, run).send(final_status(folder) or "KILLED"):
+        return SyncResult("incomplete", incomplete(missing, folder))
+    ended = "" if final_status(folder) else f"; it has no {SUMMARY_FILE}: it was killed, or the file was removed"
+    return SyncResult("sent", f"sent to {redacted(store)}{ended}")
