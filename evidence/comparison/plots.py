@@ -50,7 +50,10 @@ def _answers(result: Result) -> Any:
         axes.tick_params(length=0, colors=QUIET, labelsize=10)
         axes.set_axisbelow(True)
         axes.margins(x=0.4)
-        _name_rows(axes, arms)
+        axes.set_yticks(range(len(arms)), [plain(arm.label) for arm in arms], color=INK)
+        axes.set_ylim(len(arms) - 0.5, -0.5)
+        axes.spines["left"].set_visible(False)
+        axes.grid(axis="x", color=RULE)
     panels[2].axvspan(-margin, margin, color=MARGIN, zorder=0)
     for row, arm in enumerate(arms):
         is_base, color = arm.label == base, _color(result, arm)
@@ -98,10 +101,3 @@ def _loss(result: Result) -> Any:
     axes.grid(axis="y", color=RULE)
     axes.legend(frameon=False, labelcolor=INK)
     return figure
-
-
-def _name_rows(axes: Any, arms: list[ArmResult]) -> None:
-    axes.set_yticks(range(len(arms)), [plain(arm.label) for arm in arms], color=INK)
-    axes.set_ylim(len(arms) - 0.5, -0.5)
-    axes.spines["left"].set_visible(False)
-    axes.grid(axis="x", color=RULE)

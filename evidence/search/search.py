@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import optuna
 import torch
@@ -20,19 +20,41 @@ from optuna.trial import FrozenTrial, TrialState
 from evidence.mlflow import publish, run_above
 from evidence.search.space import SearchOptions, check_space, overrides_of, parse_space, shown
 from evidence.search.study import DATABASE, Search, open_study
-from evidence.search.trial import Pruned, TrialRun
 from mantissa.display import columns, duration, loss
 from trainer.config.compose import compose, key_of
 from trainer.config.options import parse
 from trainer.config.schema import Config
-from trainer.errors import NonFiniteError, OutOfMemory, UserError, first_line
+from trainer.errors import NonFiniteError, OutOfMemory, RunError, UserError, first_line
 from trainer.files import SAME, TRACKING_FILE, check_output_dir
 from trainer.hardware import detect
 from trainer.metrics import Metrics
 from trainer.recipe import Recipe
 from trainer.run.fit import release_memory
+from trainer.run.run import Run
+from trainer.run.scores import Score
 from trainer.run.start import train
 from trainer.tracking.tracked_run import TrackedRun
+
+
+class Pruned(RunError, optuna.TrialPruned):
+    """The study has ended a trial, because earlier ones were better at this step."""
+
+    status = "KILLED"
+
+
+class TrialRun(Run):
+    """A run whose evaluations a study follows."""
+
+    trial: ClassVar[optuna.Trial]
+
+    def _evaluate(self, step: int) -> Score:
+        score = super()._evaluate(step)
+        if score.value is not None:
+            self.trial.report(score.value, step)
+            if not self.complete and self.trial.should_prune():
+                better = f"earlier trials had a better {self.scores.metric} than {loss(score.value)}"
+                raise Pruned(f"pruned at step {step}: {better}")
+        return score
 
 
 def main(arguments: list[str]) -> int:

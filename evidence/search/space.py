@@ -83,7 +83,7 @@ def parse_space(arguments: Sequence[str]) -> tuple[Space, list[str]]:
 
 
 def check_space(space: Space, overrides: list[str]) -> Config:
-    """Compose the ends and the choices of every dimension; return the config with the first ones.
+    """Compose the first end or choice of every dimension, and each other one of one of them; return the first config.
 
     Raises:
         UserError: train.py would refuse one of them.
@@ -91,21 +91,16 @@ def check_space(space: Space, overrides: list[str]) -> Config:
     check_single(overrides, f"search them, as in {PREFIX}precision=choice(fp32,bf16)")
     from trainer.hardware import detect
 
-    configs = [compose(command) for command in corners(space, overrides)]
-    for config in configs:
-        config.plan(detect(config.device))
-    return configs[0]
-
-
-def corners(space: Space, overrides: list[str]) -> list[list[str]]:
-    """Return the overrides with the first end or choice of every dimension, then with each other one of one of them."""
     ends = {
         key: among.choices if isinstance(among, CategoricalDistribution) else (among.low, among.high)
         for key, among in space.items()
     }
     first = {key: values[0] for key, values in ends.items()}
     others = [first | {key: value} for key, values in ends.items() for value in values[1:]]
-    return [[*overrides, *overrides_of(params)] for params in (first, *others)]
+    configs = [compose([*overrides, *overrides_of(params)]) for params in (first, *others)]
+    for config in configs:
+        config.plan(detect(config.device))
+    return configs[0]
 
 
 def _distribution(argument: str, key: str, text: str) -> BaseDistribution:

@@ -116,10 +116,7 @@ def _train_one(
 
 
 def _report(error: Exception | KeyboardInterrupt, of_sweep: str = "") -> int:
-    """Report the error, once if several ranks raise the same, and return the exit code.
-
-    Of a run in a sweep, ``of_sweep`` is the name, and what failed is one line.
-    """
+    """Report the error, once if several ranks raise the same, and return the exit code; of a run in a sweep a line."""
     leave_unread()
     clear_line()
     if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted):

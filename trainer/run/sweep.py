@@ -193,19 +193,17 @@ class Sweep:
     def table(self) -> str:
         """Return the runs by their best score, the best first, those without one last; empty for fewer than two.
 
-        Where seeds are swept, their means follow.
+        Where seeds are swept, their means follow. Results that are the same in all runs are left out.
         """
         if len(self.rows) < 2:
             return ""
         ranked = sorted(self.rows, key=lambda row: row.score)
         rows = [row.cells() for row in ranked] + (self._over_seeds() if "seed" in self.keys else [])
         table = {key: [key.rpartition(".")[2], *(row.get(key, "") for row in rows)] for key in rows[0]}
-        swept = [table.pop(key) for key in self.keys or ("run",)]
+        swept = [table.pop(key) for key in self.rows[0].values or ("run",)]
         best = table["best"]
-        # The others say something where runs differ, or failed.
-        told = [best] + [
-            column for column in table.values() if column[1:] != best[1:] and _differ({*column[1:]} - {""})
-        ]
+        values = {key: {*column[1:]} - {""} for key, column in table.items() if column[1:] != best[1:]}
+        told = [best, *(table[key] for key, own in values.items() if len(own) > 1 or own & {"failed", "stopped"})]
         room = (WIDTH - sum(2 + max(map(len, column)) for column in told)) // len(swept) - 2
         short = [[cut(text, max(8, room)) for text in column] for column in swept]
         lines = columns([*zip(*short, *told, strict=True)])
@@ -226,7 +224,3 @@ class Sweep:
             rows[0].values | {"seed": f"mean of {len(rows)}"} | _results([row.summary for row in rows])
             for rows in found
         ]
-
-
-def _differ(values: set[str]) -> bool:
-    return len(values) > 1 or bool(values & {"failed", "stopped"})

@@ -237,7 +237,7 @@ def _experiment_id(client: MlflowClient, name: str) -> str:
     location = (database.parent / "mlartifacts" / folder).as_uri() if database else None
     # If the kind is set, MLflow's page does not ask the user for it.
     tags = {"mlflow.experimentKind": "custom_model_development", VIEW_TAG: _VIEW}
-    return str(client.create_experiment(name, artifact_location=location, tags=tags))
+    return str(client.create_experiment(name, location, tags))
 
 
 def curve_key(name: str) -> str:
