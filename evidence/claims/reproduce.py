@@ -126,7 +126,7 @@ def main(arguments: list[str]) -> int:
             f"{others[0]} is not an option: a claim's file fixes all other options "
             f"({'you can set: ' + ', '.join(sorted(asked)) if asked else 'these claims have no option to set'})"
         )
-    testable = {}
+    testable = []
     for claim in claims:
         why = _why_not_here(claim, hardware, given)
         if why and not options.all:
@@ -135,15 +135,9 @@ def main(arguments: list[str]) -> int:
         if why:
             print(_short(f"{claim.id}: {NOT_HERE}: {why}", 100))
         else:
-            testable[claim.id] = claim
-    code = 0
-    for claim in testable.values():
-        runner = Runner(_folder(options.output_dir.absolute() / "reproduce", claim, given))
-        if options.all:
-            code |= _test_in_short(claim, hardware, given, runner)
-        else:
-            code |= test(claim, hardware, given, runner)
-    return code
+            testable.append(claim)
+    folder, tested = options.output_dir.absolute() / "reproduce", _test_in_short if options.all else test
+    return max([tested(claim, hardware, given, Runner(_folder(folder, claim, given))) for claim in testable], default=0)
 
 
 def _test_in_short(claim: Claim, hardware: Hardware, given: list[str], runner: Runner) -> int:
