@@ -297,5 +297,5 @@ def test_a_signal_while_the_program_is_loaded_leaves_no_traceback(folder: Path) 
         said += os.read(ours, 99)
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 143
-    with os.fdopen(ours) as terminal:
-        assert terminal.readline() == f"{CLEARED}{OUTSIDE}\n"
+    with os.fdopen(ours, newline="\n") as terminal:
+        assert terminal.readline() == f"{CLEARED}{OUTSIDE}\r\n"
