@@ -40,6 +40,8 @@ class Advice:
     """Time that it took."""
     facts: dict[str, Any]
     """Hardware, versions and commit."""
+    trained: tuple[Candidate | None, str] | None = None
+    """What is soonest at the default's final loss, where that was asked for, see ``equal_loss.soonest``."""
 
     @property
     def baseline(self) -> Entry:
@@ -52,8 +54,9 @@ class Advice:
         return any(entry.compile_s for entry in self.search.entries.values())
 
     def training(self) -> str:
-        """Return the command that trains with the winner."""
-        return shlex.join(["python", "scripts/train.py", *overrides_of(self.overrides, self.winner.candidate)])
+        """Return the command that trains with the winner: by speed, or by time to equal loss where that was asked."""
+        winner = (self.trained[0] or self.baseline.candidate) if self.trained else self.winner.candidate
+        return shlex.join(["python", "scripts/train.py", *overrides_of(self.overrides, winner)])
 
     def comparison(self) -> str:
         """Return the command that tests whether the winner trains as well as the baseline."""
@@ -93,13 +96,14 @@ class Advice:
     def report(self) -> Report:
         """Return the report for a terminal and as a page."""
         sections = [Section("Train with it", text=self.training())]
-        if self.winner is not self.baseline:
+        if self.winner is not self.baseline and not self.trained:
             sections.append(Section("Does it train as well?", ["Does it train as well?"], text=self.comparison()))
         spent = f"Measured for {duration(self.seconds)} min on {self.facts['hardware']['name']}."
         sections.insert(0, Section("What was measured", [spent], self.remarks(), self.rows()))
         origin = measured_on(self.facts["hardware"], self.facts["versions"], self.facts["git"])
         title = f"{self.recipe} on {self.facts['hardware']['name']}"
-        return Report("Advice", title, [f"{self.sentence()}."], self.command, origin, sections)
+        lead = [f"{sentence}." for sentence in (self.sentence(), *(self.trained or ())[1:])]
+        return Report("Advice", title, lead, self.command, origin, sections)
 
     def remarks(self) -> list[str]:
         """Return what was not measured and why, and what compiling took."""
@@ -143,6 +147,7 @@ class Advice:
             "winner": self.winner.label,
             "speed": interval and asdict(interval),
             "training": self.training(),
+            "to_equal_loss": self.trained and self.trained[1],
             "entries": [{"label": entry.label} | asdict(entry) for entry in self.search.entries.values()],
             "notes": self.search.space.notes,
             **self.facts,
