@@ -73,7 +73,7 @@ class Terminal:
             logger.setLevel(logging.INFO)
             logger.propagate = False
 
-    def block(self, title: str, rows: Rows, style: str = "bold", rows_style: str = "") -> None:
+    def block(self, title: str, rows: Rows, style: str = "bold") -> None:
         """Show aligned ``name  value`` rows under a title; long values are wrapped."""
         self.note(title, style)
         rows = list(rows)
@@ -85,7 +85,7 @@ class Terminal:
             for number, line in enumerate(lines):
                 line.rstrip()
                 label = f"  {'' if number else name:<{widest}}"
-                self.note(Text.assemble((f"{label:<{indent}}", "cyan"), line, style=rows_style))
+                self.note(Text.assemble((f"{label:<{indent}}", "cyan"), line))
 
     def warn(self, message: str) -> None:
         """Show a warning."""

@@ -153,9 +153,8 @@ def _precision(trainer: Trainer, effective: dict[str, Any]) -> Text:
         parts.append(f"{format_name}{scaling}: {counted(len(layers), 'linear layer')}")
     if trainer.fp32_modules:
         parts.append(f"fp32: {', '.join(trainer.fp32_modules)}")
-    for option, operators in precision.operator_overrides.items():
-        computed_in = {"fp32_ops": FP32.name, "half_ops": format_name}[option]
-        parts.append(f"operators in {computed_in}: {', '.join(operators)}")
+    if precision.fp32_ops:
+        parts.append(f"operators in fp32: {', '.join(precision.fp32_ops)}")
     text = Text(" · ".join(parts))
     text.stylize("yellow" if is_other or ratio < 1 else "bold green" if ratio > 1 else "", 0, len(precision.mode))
     return text
