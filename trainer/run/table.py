@@ -29,19 +29,20 @@ class Table:
         self._metrics: list[str] = []
         self._heading, self._shown = "", time.perf_counter()
         self._line: Mapping[str, float] = {}
+        self._latest: Mapping[str, float] = {}
 
     def progress(self, step: int, metrics: Mapping[str, float] | None) -> None:
         """Show that a step was taken; ``metrics`` is the line of the log that it ends, None within one."""
         if metrics:  # of the first step, the time says nothing about the others
             untimed = (f"{self._monitor.unit}_per_s", "step_time_s") if step == 1 else ()
-            self._line = {name: value for name, value in metrics.items() if name not in untimed}
+            self._line = self._latest = {name: value for name, value in metrics.items() if name not in untimed}
         self._terminal.bar(step, self._plan.steps, lambda: self._text(step))
         silent_s = time.perf_counter() - self._shown
         if not (self._terminal.in_place or self._plan.evaluates(step) or silent_s < _SILENT_S * (1 if metrics else 2)):
             self.row(step)
 
     def _text(self, step: int) -> str:
-        known = self._cells(step, self._line, {})
+        known = self._cells(step, self._latest, {})
         shown = {"loss": f"loss {known['loss']}", self._rate: f"{known[self._rate]} {self._rate}", "eta": known["eta"]}
         return "  ".join([f"{step}/{self._plan.steps}", *(text for name, text in shown.items() if known[name])])
 
@@ -51,6 +52,7 @@ class Table:
         A heading comes before the first row, and where the columns change.
         """
         cells = self._cells(step, self._line, scores or {})
+        self._line = {}
         widths = {name: max(9, len(name) + 2) for name in cells}
         own = [name for name in cells if f"{PREFIX}{name}" in self._metrics]
         for name in (*own[:0:-1], "MFU", "norm", "lr", *own[:1]):
@@ -60,8 +62,8 @@ class Table:
         if heading != self._heading:
             self._terminal.note(heading if self._heading else f"\n{heading}", "dim")
             self._heading = heading
-        line = Text("".join(f"{cells[name]:>{width}}" for name, width in widths.items()))
-        self._terminal.note(line.append("  ★", "green") if best else line)
+        line = "".join(f"{cells[name]:>{width}}" for name, width in widths.items())
+        self._terminal.note(Text(line).append("  ★", "green") if best else line.rstrip())
         self._shown = time.perf_counter()
 
     def _cells(self, step: int, line: Mapping[str, float], scores: Mapping[str, float]) -> dict[str, str]:

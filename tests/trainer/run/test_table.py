@@ -39,12 +39,12 @@ def test_a_row_of_each_evaluation_has_the_last_line_of_the_log() -> None:
     table.progress(1, TIMED | {"loss": 5.0})
     table.progress(20, TIMED)
     table.row(25, SCORES, best=True)
-    table.row(50, SCORES)  # nothing was logged between them
+    table.row(50, SCORES, best=True)  # nothing was logged between them
     assert lines(out) == [
         "",
         "     step     loss    valid  perplexity       lr     norm    tok/s      MFU      eta",
         "       25   2.5000   2.2500      9.4877  1.0e-03     1.20    12.3k     12 %     0:41  ★",
-        "       50            2.2500      9.4877",
+        "       50            2.2500      9.4877                                               ★",
     ]
 
 
