@@ -201,7 +201,7 @@ sys.exit(command.main())
 """
 
 
-@pytest.mark.parametrize(("error", "reported"), [("ArithmeticError", "ArithmeticError: "), ("UserError", "")])
+@pytest.mark.parametrize(("error", "reported"), [("ArithmeticError", "ArithmeticError: "), ("UserError", "run-seed_0: ")])
 def test_an_error_on_one_rank_is_reported_with_the_rank(
     error: str, reported: str, start: Start, tmp_path: Path
 ) -> None:
@@ -217,7 +217,7 @@ def test_an_error_on_one_rank_is_reported_with_the_rank(
 def test_an_error_on_all_ranks_is_reported_once_and_the_sweep_continues(start: Start, tmp_path: Path) -> None:
     wrong_first = ("hydra.mode=MULTIRUN", "batch_size=7,8", "parallel=ddp", "steps=2")
     _, err = done(start(2, *wrong_first), code=1)
-    assert err.count("error: batch_size=7 is not a multiple") == 1
+    assert err.count("error: run-batch_size_7: batch_size=7 is not a multiple") == 1
     assert json.loads((tmp_path / "outputs/run-batch_size_8/summary.json").read_text())["status"] == "FINISHED"
 
 

@@ -72,7 +72,7 @@ def test_auto_is_small_on_a_cpu_and_published_on_a_gpu(
         _, choices = config.recipe.resolve(hardware, config.data)
         found = [(choice.key, choice.value) for choice in choices]
         assert found == [("recipe.size", size), ("recipe.context", context)]
-        assert config.recipe.sizes(hardware) == Sizes(*sizes)
+        assert replace(config.recipe.sizes(hardware), why="") == Sizes(*sizes)
 
 
 @pytest.mark.parametrize(("flags", "cores", "batch_size"), [((), 2, 4), ((), 8, 16), (("avx512_bf16",), 2, 16)])

@@ -60,16 +60,22 @@ def test_the_table_is_sorted_by_the_best_score_and_keeps_failed_runs_last() -> N
         return common | {"unit": "tokens", "units_per_s": 12_345.0, "peak_memory_bytes": 3 * 2**20} | more
 
     sweep = Sweep(read(["-m", "optimizer.lr=1,2,3"]))
-    for value, result in (("1", {}), ("2", summary(0.5)), ("3", summary(1.2e-5, run="bignet-fp32-s0-lr_3-2"))):
+    fast = summary(1.2e-5, run="bignet-fp32-s0-lr_3-2", units_per_s=24_690.0)
+    for value, result in (("1", {}), ("2", summary(0.5)), ("3", fast)):
         named = sweep.named(composed(), ["steps=3", f"optimizer.lr={value}"])
         sweep.rows.append(Row(*named, 0 if result else 3, result))
-    lines = [line.split() for line in sweep.table().splitlines()]
-    assert " ".join(lines[1]) == "bignet-fp32-s0-lr_3-2 3 1.2e-05 20 2.4e-05 12.3k tokens/s 3.0 MiB finished"
-    assert [line[1] for line in lines] == ["optimizer.lr", "3", "2", "1"]
-    assert lines[3] == ["bignet-fp32-s0-lr_1", "1", "failed"]
+    heading, *rows = [" ".join(line.split()) for line in sweep.table().splitlines()]
+    assert heading == "lr best final throughput status"  # the memory is the same in all
+    assert rows == [
+        "3 1.2e-05 2.4e-05 24.7k tokens/s finished",
+        "2 0.5000 1.0000 12.3k tokens/s finished",
+        "1 failed",
+        "",
+        "best: bignet-fp32-s0-lr_3-2",
+    ]
     for row in sweep.rows:
-        row.summary["peak_memory_bytes"] = None  # of a CPU, without a ledger
-    assert "peak memory" not in sweep.table()
+        row.summary["units_per_s"] = None  # of a run that ended at its first step
+    assert "throughput" not in sweep.table()
     assert Sweep(read([])).table() == ""
 
 
@@ -79,13 +85,13 @@ def test_seeds_are_averaged_for_each_combination_of_the_rest() -> None:
     for (precision, seed), best in results.items():
         named = sweep.named(composed(), [f"precision={precision}", f"seed={seed}"])
         row = {"status": "FINISHED" if best < 9 else "KILLED", "best": {"step": 1, "value": best}, "unit": "samples"}
-        sweep.rows.append(Row(*named, 0, row | {"units_per_s": 100 * best, "peak_memory_bytes": 2**20}))
-    heading, *rows = sweep.table().splitlines()
-    assert heading.split()[:4] == ["run", "precision", "seed", "best"]
-    means = [" ".join(row.split()) for row in rows[5:]]
-    assert means == [
-        "mean ± sd bf16 2 seeds 2.0000 ± 1.4142 200 ± 141 samples/s 1.0 MiB ± 0 B",
-        "mean ± sd fp32 2 seeds 3.0000 ± 1.4142 300 ± 141 samples/s 1.0 MiB ± 0 B",
+        row |= {"run": named[0], "units_per_s": 100 * best, "peak_memory_bytes": 2**20}
+        sweep.rows.append(Row(*named, 0, row))
+    heading, *rows = [" ".join(line.split()) for line in sweep.table().splitlines()]
+    assert heading.split()[:3] == ["precision", "seed", "best"]
+    assert rows[5:7] == [
+        "bf16 mean of 2 2.0000 ± 1.4142 200 ± 141 samples/s 1.0 MiB ± 0 B",
+        "fp32 mean of 2 3.0000 ± 1.4142 300 ± 141 samples/s 1.0 MiB ± 0 B",
     ]
 
 
