@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from trainer.run.run import Run
 
 
-def identity(hardware: Hardware, processes: int) -> str:
+def _identity(hardware: Hardware, processes: int) -> str:
     """Return ``Mantissa 0.2.0 · torch 2.15.0 · Intel Xeon, 2 cores, AMX · 23.5 GiB``."""
     device = re.sub(r"\((R|TM)\)| Processor| CPU|@.*", "", hardware.name).strip()
     if not hardware.is_gpu:
@@ -69,6 +69,7 @@ def show_start(
         said = {"micro_batch_size"} if batching.accumulation == batching.ranks == 1 else {}  # by batch_size
         short = [f"{key.rpartition('.')[2]}={value}" for key, (value, _) in chosen.items() if key not in said]
         rows.append(("auto", Text(f"{' '.join(short)}   (--why)", "dim")))
+    terminal.note(_identity(trainer.hardware, trainer.world.size), "dim")
     terminal.block(title(trainer, folder), rows)
     if config.why:
         reasons = [(f"{key}={value}", why) for key, (value, why) in chosen.items()]

@@ -30,7 +30,6 @@ from trainer.hardware import detect, threads
 from trainer.parallel.world import tasks_alone
 from trainer.precision import kernels
 from trainer.run.fit import REMEDY, fit_plan, keep_memory, ran_out, release_memory
-from trainer.run.report import identity
 from trainer.run.run import Run
 from trainer.run.scores import Scores
 from trainer.run.signals import Signals, take_start_time
@@ -93,7 +92,6 @@ def _train(config: Config, run_class: type[Run], started: Callable[[Run | None],
         if asked != "no" and not config.precision.mode.startswith(asked):
             terminal.warn(f"ACCELERATE_MIXED_PRECISION={asked} has no effect; set precision={asked}")
         hardware = detect(config.device)
-        terminal.note(identity(hardware, world.size), "dim")
         try:
             plan = config.plan(hardware, world)
         except UserError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 
 from trainer.errors import UserError, redacted
@@ -43,12 +44,15 @@ def ui(options: UiOptions) -> None:
             probe.bind((HOST, options.port))
         except (OSError, OverflowError) as error:
             raise UserError(f"port={options.port} cannot be used ({error}); use another, such as port=5001") from None
+    from mlflow.exceptions import MlflowException
+
     page = f"http://{HOST}:{options.port}"
     print(f"starting MLflow on {redacted(uri)}: open {page} when it is running", flush=True)
-    for experiment in connect(uri).search_experiments():
-        if VIEW_TAG in experiment.tags:
-            table = f"{page}/#/experiments/{experiment.experiment_id}/runs?{TRAINING}&viewStateShareKey={VIEW}"
-            print(f"  {experiment.name:<10}  {table}", flush=True)
+    with suppress(MlflowException):  # of a store that MLflow does not take, its server says what is wrong
+        for experiment in connect(uri).search_experiments():
+            if VIEW_TAG in experiment.tags:
+                table = f"{page}/#/experiments/{experiment.experiment_id}/runs?{TRAINING}&viewStateShareKey={VIEW}"
+                print(f"  {experiment.name:<10}  {table}", flush=True)
     command = [sys.executable, "-m", "mlflow", "ui", "--host", HOST, "--port", str(options.port), "--workers", "1"]
     command += ["--uvicorn-opts", "--no-access-log --timeout-graceful-shutdown 10"]
     # MLflow takes the store from the environment, too: a command line would show its password.

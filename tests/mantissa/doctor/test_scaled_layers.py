@@ -87,7 +87,7 @@ def test_setup_counts_the_layers_of_each_format(mode: str) -> None:
 
     name = {"fp8": "Float8Linear", "mxfp8": "MXFP8Linear", "nvfp4": "NVFP4Linear"}[mode]
     of_torchao: Any = type(name, (nn.Linear,), {})
-    assert found(nn.Sequential(of_torchao(8, 8))) == ({"fp8": "none"} | {mode: "1 modules"}, [])
+    assert found(nn.Sequential(of_torchao(8, 8))) == ({"fp8": "none"} | {mode: "1 module"}, [])
     assert found(trainer_of(*TINY, f"precision={mode}").model) == ({"fp8": "none"} | {mode: "8 modules"}, [])
     rows, (difference,) = found(nn.Sequential(nn.Linear(8, 8)))
     assert rows == {"fp8": "none"}
