@@ -62,6 +62,6 @@ def test_it_continues_where_it_was_interrupted_and_keeps_what_failed(
     assert statuses == {"fp32-s0": "FINISHED", "fp32-s1": "FINISHED", "hot-s0": "FAILED", "hot-s1": "FAILED"}
     assert [run.data.tags["arm"] for run in children] == [run.info.run_name.partition("-")[0] for run in children]
     assert f"/runs/{parent.info.run_id}?" in third.out.splitlines()[-1]
-    assert (parent.data.tags["quality.hot"], parent.data.params["arms"]) == ("NOT JUDGED", "fp32, hot")
+    assert (parent.data.tags["quality.hot"], parent.data.tags["arms"]) == ("NOT JUDGED", "fp32, hot")
     assert parent.data.tags["mlflow.note.content"].startswith("hot: NOT JUDGED: validation loss (2 of 2 runs diverged")
     assert {"report.html", "report.txt"} <= {file.path for file in client.list_artifacts(parent.info.run_id)}
