@@ -250,7 +250,7 @@ def keep_freed_memory(size: int) -> None:
 
 
 def release_kept_memory() -> None:
-    """Return to the system what ``keep_freed_memory`` keeps, and keep no more."""
+    """Return to the system what ``keep_freed_memory`` keeps, and from now on large blocks that are freed."""
     if _allocator:
         _allocator.mallopt(_MMAP_MAX, 65536)  # glibc's own, as the next
         _allocator.mallopt(_TRIM_THRESHOLD, 128 * 1024)

@@ -100,10 +100,11 @@ def test_new_tensors_take_the_memory_of_freed_ones_unless_the_user_tunes_the_all
     command = [sys.executable, "-c", FAULTS]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True, env=environment)
     first, kept, released, after = map(int, done.stdout.split())
-    assert after > first / 2
     if tuned:
-        assert kept > first / 2
+        assert min(kept, after) > first / 2
     else:
+        # Pages went back. A free block that lies below one in use may still serve more than one of the eight tensors.
+        assert after > first / 10
         assert kept < first / 50
         assert released >= 60
 
