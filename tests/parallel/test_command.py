@@ -201,7 +201,9 @@ sys.exit(command.main())
 """
 
 
-@pytest.mark.parametrize(("error", "reported"), [("ArithmeticError", "ArithmeticError: "), ("UserError", "run-seed_0: ")])
+@pytest.mark.parametrize(
+    ("error", "reported"), [("ArithmeticError", "ArithmeticError: "), ("UserError", "run-seed_0: ")]
+)
 def test_an_error_on_one_rank_is_reported_with_the_rank(
     error: str, reported: str, start: Start, tmp_path: Path
 ) -> None:
