@@ -9,12 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
+import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from evidence.measures import MEASURES, TIMED
-from evidence.runs import Arm
+from evidence.runs import Arm, check_labels
 from trainer.config.compose import key_of
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError, check_choice, first_line, nearest
 from trainer.files import PROJECT
 from trainer.hardware import CUDA, EMULATED, UNAVAILABLE, Hardware
 from trainer.precision.kernels import not_timed_here
@@ -42,6 +44,11 @@ class Criterion:
     published: str = ""
     note: str = ""
     """What the number shows, where it is not obvious."""
+
+    def __post_init__(self) -> None:
+        """Check that it can be judged."""
+        if self.at_least is not None and self.at_most is not None and self.at_least > self.at_most:
+            raise UserError(f"at_least: {self.at_least:g} is above at_most: {self.at_most:g}; swap them")
 
     @property
     def arms(self) -> list[str]:
@@ -93,6 +100,29 @@ class Claim:
     """Further overrides by setup on a CUDA GPU, where other sizes fit."""
     repeats: int = 3
     """Number of runs of each arm, each with another seed."""
+
+    def __post_init__(self) -> None:
+        """Check what the types do not: that the names in it exist, and that something decides."""
+        if bool(self.related) == any(criterion.decides for criterion in self.criteria):
+            raise UserError(
+                "related leaves no verdict; drop the bounds of the criteria"
+                if self.related
+                else "no criterion decides; give one at_least or at_most, or say in related: why none can"
+            )
+        if self.repeats < 2:
+            raise UserError(f"repeats={self.repeats} gives no interval; set repeats: 3")
+        check_labels(list(self.arms))
+        for name, text in self.arms.items():
+            check_choice(f"arms.{name}", text.partition(" ")[0], list(self.setups))
+        for name in self.on_cuda:
+            check_choice("on_cuda", name, list(self.setups))
+        for need in [*self.needs, *self.speaks_of]:
+            if not re.fullmatch(r"\d+GiB|[A-Z]+\d+", need):  # memory, or a GPU
+                check_choice("needs", need, list(NEEDS))
+        for criterion in self.criteria:
+            check_choice("measure", criterion.measure, list(MEASURES))
+            for name in criterion.arms:
+                check_choice(f"criteria on {criterion.measure}", name, list(self.arms))
 
     def overrides(self, arm: str, on_cuda: bool = False) -> list[str]:
         """Return the overrides of an arm: its setup's, those for a GPU, its own."""
@@ -180,11 +210,16 @@ def load(name: str, folder: Path = CLAIMS) -> Claim:
     """Read one claim's file.
 
     Raises:
-        UserError: no such claim.
+        UserError: no such claim, or a file that is not one.
     """
     if name not in (known := names(folder)):
         raise UserError(
             f"claim={name} is not a claim{nearest(name, known)}; python scripts/reproduce.py lists all of them"
         )
-    given = OmegaConf.load(folder / f"{name}.yaml")
-    return cast("Claim", OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Claim), given, {"id": name})))
+    try:
+        given = OmegaConf.create((folder / f"{name}.yaml").read_bytes().decode())
+        return cast("Claim", OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Claim), given, {"id": name})))
+    except (UserError, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
+        key = f"{error.full_key}: " if isinstance(error, OmegaConfBaseException) and error.full_key else ""
+        words = first_line(error) if key else " ".join(str(error).split())
+        raise UserError(f"evidence/claims/published/{name}.yaml: {key}{words}") from None

@@ -15,10 +15,10 @@ from textwrap import shorten
 from evidence.claims.claims import Claim, Criterion, load, names
 from evidence.measures import TIMED, in_use, measured
 from evidence.options import ReproduceOptions
-from evidence.runs import DIVERGED, Outcome, Runner
+from evidence.runs import DIVERGED, Outcome, Runner, merge_overrides
 from mantissa.compare import percent, times
 from mantissa.statistics import INCONCLUSIVE, Interval, ratio_interval
-from trainer.config.compose import key_of
+from trainer.config.compose import compose, key_of
 from trainer.config.options import parse
 from trainer.errors import UserError
 from trainer.files import read_json, write_json
@@ -112,7 +112,7 @@ def main(arguments: list[str]) -> int:
     """List the claims, or test some; the exit code is 1 where a run failed.
 
     Raises:
-        UserError: an unknown claim or option, or a claim that needs another machine.
+        UserError: an unknown claim or option, a mistake in a claim's file, or a claim that needs another machine.
     """
     options, given = parse(arguments, ReproduceOptions, "overrides")
     hardware = detect(options.device)
@@ -136,6 +136,7 @@ def main(arguments: list[str]) -> int:
             print(_short(f"{claim.id}: {NOT_HERE}: {why}", 100))
         else:
             testable.append(claim)
+            _check_overrides(claim, hardware, given)
     folder, tested = options.output_dir.absolute() / "reproduce", _test_in_short if options.all else test
     return max([tested(claim, hardware, given, Runner(_folder(folder, claim, given))) for claim in testable], default=0)
 
@@ -158,6 +159,15 @@ def _why_not_here(claim: Claim, hardware: Hardware, given: list[str]) -> str:
     if missing := claim.lacking(hardware, given):
         return f"it needs {', '.join(missing)}"
     return "" if claim.to_run(hardware) else next(iter(claim.untestable(hardware).values()))
+
+
+def _check_overrides(claim: Claim, hardware: Hardware, given: list[str]) -> None:
+    """Refuse overrides that train.py would refuse, before anything is run."""
+    for arm in claim.runs(claim.to_run(hardware), given, hardware):
+        try:
+            compose(merge_overrides(arm.overrides))
+        except UserError as error:
+            raise UserError(f"evidence/claims/published/{claim.id}.yaml: arm {arm.label}: {error}") from None
 
 
 def _folder(parent: Path, claim: Claim, given: list[str]) -> Path:
