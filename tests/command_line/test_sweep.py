@@ -155,7 +155,7 @@ def test_what_auto_became_does_not_make_it_another_run(succeed: Train, folder: P
     command = (*recipe, "batch_size=2", "eval_samples=2", "steps=1", "tracking=local", "resume=same")
     succeed(*command)
     (name,) = outputs(folder)
-    assert succeed(*command).out.endswith(f"\noutputs/{name} is already complete\n")
+    assert succeed(*command).out == f"outputs/{name} is already complete\n"
     assert outputs(folder) == [name]
 
 

@@ -284,7 +284,7 @@ def test_an_interrupt_before_training_leaves_no_traceback(
     monkeypatch.setattr("recipes.data.text.tokens._build", lambda *_: signal.raise_signal(signal.SIGINT))
     done = train("recipe=gpt2", "data=text", "data.path=text.txt", "tracking=local")
     assert done.code == 130
-    assert re.match(r"Mantissa .* · torch .*\n", done.out)
+    assert done.out.startswith("tokenizing text")
     assert done.err.strip() == "interrupted before or after training; saved files are unchanged"
     assert not (folder / "outputs").exists()
 
