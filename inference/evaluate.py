@@ -20,7 +20,7 @@ from inference.options import EvaluateOptions
 from inference.precisions import BATCHES, compared, verdict
 from inference.precisions import table as precision_table
 from inference.run_config import RunConfig, configure
-from mantissa.display import loss
+from mantissa.display import counted, loss
 from recipes.language import LanguageRecipe
 from trainer.config.compose import check_single, combinations, key_of
 from trainer.config.options import parse
@@ -136,7 +136,8 @@ def measure(exported: Exported, run: RunConfig, split: str, at_least: int = 1) -
     samples = min(len(part), run.eval_samples or len(part))
     if samples < at_least:
         raise UserError(
-            f"an interval needs {at_least} batches, and the samples are {samples}; use eval_samples=… or more data"
+            f"{counted(samples, 'sample')} cannot fill the {at_least} batches of an interval; "
+            "use eval_samples=… or more data"
         )
     size = min(int(config.micro_batch_size), samples // at_least)
     model = run.in_precision(exported.model(recipe, datasets))

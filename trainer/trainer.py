@@ -105,7 +105,7 @@ class Trainer(Generic[Config]):
         self.fp32_modules = config.precision.convert(self.model, self.device, self.recipe.blocks)
         blocks = self.recipe.blocks(self.model)
         config.activation_checkpointing.apply(blocks)
-        mixed = bool(self.fp32_modules or config.precision.operator_overrides)
+        mixed = bool(self.fp32_modules or config.precision.fp32_ops)
         compiled = config.parallel.compiled(self.model, blocks)
         config.compile.apply(compiled, self.device, mixed, config.precision.rounds_as_eager)
         self.replica = config.parallel.wrap(self.model, blocks, self.device, config.precision)

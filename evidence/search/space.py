@@ -83,7 +83,7 @@ def parse_space(arguments: Sequence[str]) -> tuple[Space, list[str]]:
 
 
 def check_space(space: Space, overrides: list[str]) -> Config:
-    """Compose the first end or choice of every dimension, and each other one of one of them; return the first config.
+    """Compose a space's ends and choices, one dimension after the other; return the config of all first ones.
 
     Raises:
         UserError: train.py would refuse one of them.

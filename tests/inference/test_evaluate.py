@@ -164,7 +164,7 @@ MISTAKES = {
     "run=outputs/images split=test": "split=test: there is none in imagefolder (training photos, validation",
     "run=outputs/gpt2 split=test": "; set data.test=…, or use split=valid or split=all",
     "run=outputs/gpt2 micro_batch_size=4,8": "micro_batch_size=4,8 has several values; only those of precision=",
-    "run=outputs/gpt2 precision=fp32,bf16 eval_samples=9": "an interval needs 20 batches, and the samples are 9",
+    "run=outputs/gpt2 precision=fp32,bf16 eval_samples=9": "9 samples cannot fill the 20 batches of an interval",
     "run=outputs/gpt2 data=text data.path=other.txt data.tokenizer=chars": "data.tokenizer has no effect: run=",
     "run=mlflow:a/b": "is not a valid run; use run=mlflow:RUN_ID",
     "run=outputs/gpt2 output=text.txt/here": "cannot be written",

@@ -52,7 +52,7 @@ def manifest_of(precision: Precision, hardware: Hardware, fp32_modules: list[str
     return {
         "requested": {"mode": precision.mode, "fp32_modules": list(precision.fp32_modules)}
         | ({} if precision.fp8_scaling is None else {"fp8_scaling": precision.fp8_scaling})
-        | precision.operator_overrides,
+        | ({} if precision.fp32_ops is None else {"fp32_ops": precision.fp32_ops}),
         "support": hardware.support(precision.mode),
         "effective": {
             "device": str(hardware.device),

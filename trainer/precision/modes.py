@@ -161,11 +161,6 @@ class Precision:
             return autocast
         return operators.OperatorPolicy(device.type, self.fp32_ops, self.format.half_weights).beside(autocast)
 
-    @property
-    def operator_overrides(self) -> dict[str, list[str]]:
-        """The operators that have a dtype of their own, by option."""
-        return {"fp32_ops": self.fp32_ops} if self.fp32_ops else {}
-
     def loss_divisor(self, targets: int) -> tuple[int, float]:
         """Return the divisor of the summed loss before backward, and the factor that its gradients then still need.
 

@@ -50,7 +50,8 @@ def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:
     effective, rates = found["effective"], partial(matmul_rates, trainer.hardware, tuple(dict.fromkeys(("fp32", name))))
     effective["matmul_tflops"] = trainer.world.run_on_main(rates)
     effective |= dtypes_in_use(trainer.model, trainer.optimizer)
-    effective |= config.precision.operator_overrides
+    if config.precision.fp32_ops:
+        effective["fp32_ops"] = config.precision.fp32_ops
     effective["kernels"] = trainer.kernels
     own = f"{found['support']} on this hardware"
     precision, hardware = config.precision, trainer.hardware

@@ -26,7 +26,7 @@ from trainer.hardware import NATIVE, Hardware
 from trainer.optim.ema import ExponentialMovingAverage
 from trainer.optim.groups import LR_FACTOR
 from trainer.precision.manifest import warning_if_slow
-from trainer.recipe import Decision, UserRecipe
+from trainer.recipe import Decision
 from trainer.run.summary import rate_in_short, scores_in_short, summary_lines
 from trainer.run_folder import RunFolder
 from trainer.terminal import Terminal
@@ -231,11 +231,9 @@ def _next(run: Run) -> list[tuple[str, str]]:
         found = [(str(folder / BEST), f"opens in {opens}" if opens else "")]
         if command := config.recipe.shown_by.format(run=shlex.quote(f"run={folder}")):
             found.append((f"python {scripts}/{command}", ""))
-    if not isinstance(config.recipe, UserRecipe):
+    typed = [each for each in sys.argv[1:] if re.match(r"(recipe|data|experiment)[.=]", each)]
+    if any(each.startswith(("recipe=", "experiment=")) for each in typed):  # else a resumed run, or another program's
         modes = dict.fromkeys((FP32.name, BF16.name if config.precision.mode == FP32.name else config.precision.mode))
-        typed = [each for each in sys.argv[1:] if re.match(r"(recipe|data|experiment)[.=]", each)]
-        if not any(each.startswith(("recipe=", "experiment=")) for each in typed):
-            typed.insert(0, f"recipe={config.recipe.name}")
         found.append((f"python {scripts}/compare.py {shlex.join(typed)} arms={','.join(modes)} seeds=5", ""))
     if run.metric_log and (address := run.metric_log.run.address):
         found.append((f"python {scripts}/ui.py", f"all runs in MLflow; this one is {address}"))
