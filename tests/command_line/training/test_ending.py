@@ -92,7 +92,7 @@ def test_early_stopping_ends_the_run_with_its_best_weights(succeed: Train, folde
 def test_the_best_checkpoint_is_that_of_the_chosen_metric(train: Train, succeed: Train, folder: Path) -> None:
     watched = ("metrics=[f1_macro,ece]", "early_stopping.patience=6", "early_stopping.metric=valid/ece")
     done = succeed(*IMAGES, "steps=6", "eval_every=1", "checkpoint.best=valid/f1_macro", *watched)
-    assert re.search(r"\d f1_macro \d|best f1_macro", done.out)
+    assert "f1_macro" in done.out.partition("Done in")[2]
     run, best = only_run(folder), summary(folder)["best"]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     values = {line["step"]: line["valid/f1_macro"] for line in lines if "valid/f1_macro" in line}
