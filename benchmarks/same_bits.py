@@ -51,6 +51,8 @@ CASES: dict[str, list[str]] = {
         f"{line.split()[0][7:]} in 8 formats": [f"{SWEEP} {line} steps=3 {FORMATS}"]
         for line in (GPT2, LLAMA, BERT, T5, RESNET, BIGNET)
     },
+    "scaled formats": [f"{SWEEP} {GPT2} steps=3 precision=fp8,mxfp8,nvfp4"],
+    "16-bit optimizer state": [f"{TRAIN} {GPT2} steps=4 optimizer.state=bf16 precision=bf16"],
     "accumulation, norm clipped": [f"{TRAIN} {GPT2} steps=6 micro_batch_size=1 precision=bf16 clip=norm"],
     "value clipped": [f"{TRAIN} {GPT2} steps=6 clip=value optimizer=sgd"],
     "fp16, skipped steps": [
