@@ -1,18 +1,19 @@
 """Resumable checkpoints of a run as artifacts of MLflow, in the places that they have in the run's folder.
 
 The manifest of a checkpoint is sent last: if it is there, all files are. What else is needed to resume is beside
-``checkpoints``.
+``checkpoints``. Where MLflow's artifacts are a folder of the same file system, tensors are hard links, which take no
+space: a finished checkpoint is never written to again. Other files are copies.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.schema import MANIFEST_FILE, STEP_NAME, best_step, path_of, steps
 from trainer.files import CHECKPOINTS, CONFIG_FILE, METRICS_FILE
-from trainer.tracking.store import database_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -20,17 +21,16 @@ if TYPE_CHECKING:
 COMPANIONS = (CONFIG_FILE, METRICS_FILE)
 
 
-def wanted(folder: Path, mode: str, uri: str) -> list[Path]:
+def wanted(folder: Path, mode: str) -> list[Path]:
     """Return the checkpoints of a run that MLflow should have, oldest first.
 
     Args:
         folder: folder of the run.
-        mode: ``tracking.checkpoints``: ``all``; ``last``: the newest, and the best, from which a resumed run exports
-            its best weights; ``none``; ``auto``: ``last`` to a server, ``none`` to a file on this machine.
-        uri: address of the store.
+        mode: ``tracking.checkpoints``: ``all``; ``none``; ``last`` and ``auto``: the newest, and the best, from which a
+            resumed run exports its best weights.
     """
     root = folder / CHECKPOINTS
-    if mode == "none" or (mode == "auto" and database_file(uri)):
+    if mode == "none":
         return []
     saved = steps(root)
     if mode != "all":
@@ -38,12 +38,41 @@ def wanted(folder: Path, mode: str, uri: str) -> list[Path]:
     return [path_of(root, step) for step in saved]
 
 
+def artifact_folder(client: MlflowClient, run_id: str) -> Path | None:
+    """Return the folder of a run's artifacts, if MLflow keeps them on this machine and not behind a server."""
+    from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
+
+    repository = _repository(client, run_id)
+    return Path(repository.artifact_dir) if isinstance(repository, LocalArtifactRepository) else None
+
+
+def link_tensors(checkpoint: Path, target: Path) -> bool:
+    """Hard-link the safetensors of a checkpoint into a folder.
+
+    Returns:
+        Whether they are there; False: the file system has no links, or is another one, and nothing is left behind.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        to = target / file.name
+        if to.exists():
+            if to.samefile(file):
+                continue
+            to.unlink()  # part of an upload that was killed
+        try:
+            os.link(file, to)
+        except FileNotFoundError:  # the run has removed the checkpoint meanwhile
+            raise
+        except OSError:
+            if not any(target.iterdir()):
+                target.rmdir()
+            return False
+    return True
+
+
 def remove(client: MlflowClient, run_id: str, names: Iterable[str]) -> None:
     """Remove checkpoints from MLflow, of each the manifest first: without it the rest is not a checkpoint."""
-    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-
-    place = client.get_run(run_id).info.artifact_uri
-    repository = get_artifact_repository(place, tracking_uri=client.tracking_uri)
+    repository = _repository(client, run_id)
     for name in names:
         for path in (f"{CHECKPOINTS}/{name}/{MANIFEST_FILE}", f"{CHECKPOINTS}/{name}"):
             repository.delete_artifacts(path)
@@ -63,3 +92,10 @@ def complete_steps(client: MlflowClient, run_id: str) -> list[int]:
         for name, files in found.items()
         if any(file.path.endswith(f"/{MANIFEST_FILE}") for file in files)
     ]
+
+
+def _repository(client: MlflowClient, run_id: str) -> Any:
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    place = client.get_run(run_id).info.artifact_uri
+    return get_artifact_repository(place, tracking_uri=client.tracking_uri)

@@ -95,7 +95,7 @@ def downloading(partial: Path) -> Iterator[None]:
 def fetch(key: str, address: str, uri: str | None, output_dir: str) -> Path:
     """Download a run from MLflow and return its folder; who opens a checkpoint of it verifies that.
 
-    A run whose checkpoints MLflow does not have is continued in its own folder, where that is on this machine.
+    A run whose own folder is on this machine, with a checkpoint as new as MLflow's, is continued there.
 
     Args:
         key: the option that names the run, for messages.
@@ -114,10 +114,11 @@ def fetch(key: str, address: str, uri: str | None, output_dir: str) -> Path:
                 f"{given}: the run's name {name!r} is not valid as the name of a folder; rename it on MLflow's page"
             )
         saved = complete_steps(client, run_id)
+        own = Path(run.data.tags.get(FOLDER_TAG, ""))
+        newest = max(checkpoint.steps(own / CHECKPOINTS), default=-1)
+        if read_object(own / TRACKING_FILE).get("run_id") == run_id and newest >= max(saved, default=-1):
+            return own
         if not saved:
-            own = Path(run.data.tags.get(FOLDER_TAG, ""))
-            if read_object(own / TRACKING_FILE).get("run_id") == run_id:
-                return own  # on this machine, where nothing has to be copied
             raise UserError(
                 f"{given}: MLflow has no complete checkpoint of this run, and this machine has no {own}; choose "
                 "another run (scripts/sync.py sends what is missing from where it was trained, unless "

@@ -33,7 +33,7 @@ from trainer.files import (
 from trainer.terminal import work
 from trainer.tracking import checkpoints
 from trainer.tracking.datasets import log_datasets
-from trainer.tracking.models import architecture, describe, register
+from trainer.tracking.models import EVALUATED, architecture, describe, logged_model, register
 from trainer.tracking.results import NOTE_TAG, description, summary_lines
 from trainer.tracking.store import connect, create_run, curve_key, cut, database_file, find_run, valid_key
 from trainer.tracking.tracked_run import TrackedRun
@@ -100,6 +100,8 @@ class Follower(threading.Thread):
         """False: MLflow has refused to remove a checkpoint."""
         self._stored: dict[str, int] = {}
         """The last step of each metric in MLflow when this attempt began: a resumed run logs later steps again."""
+        self._model: tuple[str | None, dict[str, int]] | None = None
+        """What ``_open_model`` returns; None: this attempt has sent no evaluation yet."""
 
     def conclude(self, status: str, timeout_s: float) -> None:
         """Send the rest of the run; wait at most ``timeout_s`` without progress, and warn of what is still missing."""
@@ -204,6 +206,7 @@ class Follower(threading.Thread):
             self._record()
         run_id = str(run.run_id)
         self._stored = {metric.key: metric.step for metric in found.data.to_proto().metrics}
+        self._model = None
         known, tags, params = found.data.params, dict(run.tags), {}
         for key, value in run.params.items():
             text = value if isinstance(value, str) else json.dumps(value, default=str)
@@ -244,15 +247,36 @@ class Follower(threading.Thread):
         """
         from mlflow.entities import Metric
 
-        metrics = [
-            Metric(key, float(value), int(line["time"] * 1000), line["step"])
-            for line in lines
-            for name, value in line.items()
-            if name not in ("step", "time") and value is not None
-            if line["step"] > self._stored.get(key := key_of(name), -1)
-        ]
+        metrics = []
+        for line in lines:
+            step, time_ms = line["step"], int(line["time"] * 1000)
+            for name in line.keys() - {"step", "time"}:
+                key, model_id = key_of(name), None
+                stored = self._stored.get(key, -1)
+                if key.startswith(EVALUATED):
+                    if self._model is None:
+                        self._model = self._open_model(client, run_id)
+                    model_id, of_model = self._model
+                    stored = min(stored, of_model.get(key, -1) if model_id else stored)
+                if line[name] is not None and step > stored:
+                    metrics.append(Metric(key, float(line[name]), time_ms, step, model_id))
         if metrics:
             client.log_batch(run_id, metrics=metrics, synchronous=True)
+
+    def _open_model(self, client: MlflowClient, run_id: str) -> tuple[str | None, dict[str, int]]:
+        """Return MLflow's id of the run's model and the last step of each of its metrics; None: it has no models."""
+        from mlflow.exceptions import RestException
+
+        params = {name: self._run.tags[name] for name in ("recipe", "precision") if name in self._run.tags}
+        try:
+            model = logged_model(client, client.get_run(run_id), params)
+        except RestException as error:  # the answer of a server before MLflow 3
+            log.warning("MLflow makes no entry in its Models tab (%s).", first_line(error))
+            return None, {}
+        steps: dict[str, int] = {}
+        for metric in model.metrics or ():
+            steps[metric.key] = max(metric.step, steps.get(metric.key, -1))
+        return model.model_id, steps
 
     def _complete(self, client: MlflowClient, run_id: str) -> None:
         """Send the rest: first how the run ended, then what takes long; what is refused keeps nothing else back."""
@@ -291,12 +315,21 @@ class Follower(threading.Thread):
         """Return the place of a file or a folder in the run's folder, and among the run's artifacts."""
         return path.relative_to(self._folder).as_posix()
 
-    def _send_files(self, client: MlflowClient, run_id: str, path: Path) -> None:
-        """Send a file, or those of a folder, unless MLflow has it; best weights as a model if there is a flavour."""
+    def _send_files(self, client: MlflowClient, run_id: str, path: Path, linked: bool = False) -> None:
+        """Send a file, or those of a folder, unless MLflow has it; best weights as a model if there is a flavour.
+
+        Args:
+            client: of the store.
+            run_id: MLflow's.
+            path: in the run's folder.
+            linked: whether MLflow has the safetensors already.
+        """
         if self._has(path):
             return
         changed = changed_ns(path)
         for file in files_in(path):
+            if linked and file.suffix == ".safetensors":
+                continue
             self._send_metrics(client, run_id)
             client.log_artifact(run_id, str(file), None if file == path else self._place(file.parent))
         if path.name == BEST and architecture(self._folder):
@@ -310,7 +343,8 @@ class Follower(threading.Thread):
 
     def _send_checkpoints(self, client: MlflowClient, run_id: str) -> None:
         """Send the checkpoints that MLflow lacks, after what is needed beside them; remove those that are gone here."""
-        wanted = checkpoints.wanted(self._folder, self._run.checkpoints, self._uri)
+        wanted = checkpoints.wanted(self._folder, self._run.checkpoints)
+        artifacts = checkpoints.artifact_folder(client, run_id) if wanted else None
         new = False
         for path in wanted:
             with suppress(FileNotFoundError):  # the run has removed it meanwhile
@@ -318,8 +352,18 @@ class Follower(threading.Thread):
                     continue
                 if self._run.sent.pop(self._place(path), None):  # the same step was saved again, after a resume
                     self._remove(client, run_id, {path.name})
+                linked = artifacts is not None and checkpoints.link_tensors(path, artifacts / self._place(path))
+                if artifacts and not linked and self._run.checkpoints == "auto":
+                    log.warning(
+                        "%s is on another file system than %s: MLflow gets no checkpoint, or with "
+                        "tracking.checkpoints=last a copy.",
+                        self._folder,
+                        artifacts,
+                    )
+                    self._run.checkpoints = "none"
+                    return
                 for needed in (*(self._folder / name for name in checkpoints.COMPANIONS), path):
-                    self._send_files(client, run_id, needed)
+                    self._send_files(client, run_id, needed, linked)
                 new = True
         if wanted and (new or self._ending.is_set()):
             stored = checkpoints.stored_names(client, run_id)

@@ -1,12 +1,13 @@
-"""What MLflow gets beside the files of ``best/``, so that ``mlflow.transformers.load_model`` opens them there."""
+"""A run's model in MLflow: its entry in the Models tab, the description of ``best/`` that opens it, its versions."""
 
 from __future__ import annotations
 
 import platform
+import re
 import shutil
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.files import BEST, read_object
 
@@ -19,6 +20,30 @@ PIPELINES = {
     "BertForMaskedLM": ("fill-mask", "FillMaskPipeline"),
 }
 """Task and class of the pipeline that answers with a model of transformers, by the model's class."""
+
+
+EVALUATED = ("valid/", "test_")
+"""How the names of the metrics begin that the model of a run has, too."""
+
+
+def logged_model(client: MlflowClient, run: Any, params: dict[str, str]) -> Any:
+    """Return the model of a run in MLflow's Models tab; the first call makes it.
+
+    Args:
+        client: of the store.
+        run: MLflow's.
+        params: shown beside the model's metrics.
+    """
+    from mlflow.entities import LoggedModelOutput, LoggedModelStatus
+
+    run_id, experiment_id = run.info.run_id, run.info.experiment_id
+    known = client.search_logged_models([experiment_id], f"source_run_id = '{run_id}'", max_results=1)
+    name = re.sub(r"[/:.%\"']", "_", run.info.run_name)
+    model = known[0] if known else client.create_logged_model(experiment_id, name, run_id, params=params)
+    if model.status != LoggedModelStatus.READY:  # new, or made by a process that was killed
+        client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
+        model = client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+    return model
 
 
 def architecture(folder: Path) -> str:

@@ -25,8 +25,8 @@ class Tracking:
     upload_timeout_s: float = 30.0
     """Seconds that a finished run waits for an upload that makes no progress."""
     checkpoints: str = "auto"
-    """Checkpoints to upload: ``last`` (the newest and the best, at the end), ``all`` (each as it is saved) or ``none``;
-    auto: ``last`` to a server, ``none`` to a file on this machine, where the run folder has them."""
+    """Checkpoints that MLflow gets: ``last`` (the newest and the best, at the end), ``all`` (each as it is saved) or
+    ``none``; auto: ``last``, but none where a store on this machine could only get copies, on another file system."""
     register: str | None = None
     """Registered model that gets the best weights as a new version; null: none."""
     epilogue: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import signal
@@ -16,6 +17,7 @@ from mlflow import MlflowClient
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 
 from tests.command_line.conftest import Train
+from tests.command_line.tracking.test_mlflow import forget
 from tests.helpers import same_bits
 from tests.serving import served
 from tests.tracked import run_id, save, tracked
@@ -108,7 +110,7 @@ def test_what_does_not_arrive_is_named_and_sent_later(
     real = MlflowClient.log_artifact
 
     def refuse(self: MlflowClient, run_id: str, path: str, place: str | None = None) -> None:
-        if "optimizer" in path:
+        if path.endswith("state.json"):
             raise ConnectionError("the line is down")
         real(self, run_id, path, place)
 
@@ -130,18 +132,68 @@ def test_what_does_not_arrive_is_named_and_sent_later(
     assert "already complete (3 steps)" in finished.out
 
 
-def test_a_file_on_this_machine_gets_none_and_the_run_is_continued_in_its_folder(
-    train: Train, succeed: Train, client: MlflowClient
-) -> None:
+def test_a_run_is_continued_in_its_own_folder_while_that_is_there(succeed: Train, client: MlflowClient) -> None:
     succeed(*JOB, "steps=3")
     own = run_id(RUN)
-    assert stored_names(client, own) == []
     assert "run, resumed after step 3" in succeed(f"resume=mlflow:{own}", "steps=6", "output_dir=other").out
+    assert not list(Path("other").iterdir())
     assert state(client, own)[3] == Counter(range(1, 7))
     assert "of run, step 6" in succeed(*JOB, f"init_from=mlflow:{own}", "run_name=tuned").out
-    RUN.rename("moved")
-    refused = train(f"resume=mlflow:{own}")
-    assert (refused.code, f"this machine has no {RUN.absolute()}; choose another" in refused.err) == (2, True)
+
+
+def test_a_store_on_this_machine_gets_links_that_outlive_the_folder(
+    succeed: Train, folder: Path, client: MlflowClient
+) -> None:
+    succeed(*JOB, "schedule=constant", "steps=9", "tracking=local", "output_dir=whole")
+    succeed(*JOB, "schedule=constant", "steps=3")
+    own = run_id(RUN)
+    (artifacts,) = (folder / "mlartifacts").glob(f"*/{own}/artifacts")
+    linked = [file.relative_to(RUN) for file in (RUN / "checkpoints").rglob("*.safetensors")]
+    assert len(linked) == 3
+    assert all((artifacts / file).samefile(RUN / file) for file in linked)
+    others = [file for file in artifacts.rglob("*") if file.is_file() and file.relative_to(artifacts) not in linked]
+    assert {file.stat().st_nlink for file in others} == {1}  # metrics.jsonl is appended to
+
+    succeed(f"resume={RUN}", "steps=6", "eval_every=3")
+    assert stored_names(client, own) == sorted(path.name for path in (RUN / "checkpoints").iterdir())
+    shutil.rmtree("outputs")
+    succeed(f"resume=mlflow:{own}", "steps=9")
+    expected = load(folder / "whole/run/checkpoints").tensors()
+    assert same_bits(load(folder / RUN / "checkpoints").tensors(), expected)
+    assert state(client, own)[3] == Counter(range(1, 10))
+
+
+def test_where_no_links_can_be_made_only_last_copies(
+    succeed: Train, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr("os.link", refuse)
+    done = succeed(*JOB, "steps=3")
+    assert done.out.count("is on another file system") == 1
+    assert client.list_artifacts(run_id(RUN), "checkpoints") == []
+    assert not [item.path for item in client.list_artifacts(run_id(RUN)) if item.path == "metrics.jsonl"]
+    succeed(f"resume={RUN}", "tracking.checkpoints=last", "steps=6")
+    assert "step-00000006" in stored_names(client, run_id(RUN))
+
+
+def test_a_run_has_one_model_with_the_metrics_of_each_evaluation(
+    succeed: Train, store: str, client: MlflowClient
+) -> None:
+    succeed(*JOB, "steps=3", "eval_every=1", "precision=bf16")
+    own = run_id(RUN)
+    succeed(f"resume={RUN}", "steps=6")
+    forget(RUN)
+    assert send(RUN).status == "sent"  # all of it once more
+    run = client.get_run(own)
+    (model,) = client.search_logged_models([run.info.experiment_id])
+    assert (model.source_run_id, model.status, model.params["precision"]) == (own, "READY", "bf16")
+    assert [output.model_id for output in run.outputs.model_outputs] == [model.model_id]
+    known = [(metric.key, metric.step) for metric in model.metrics]
+    of_run = [point.step for point in client.get_metric_history(own, "valid/loss")]
+    assert sorted(step for key, step in known if key == "valid/loss") == sorted(of_run) == list(range(1, 7))
+    assert not [key for key, _ in known if key.startswith("train/")]
 
 
 @pytest.fixture
