@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-import getpass
 import logging
 import os
 import signal
@@ -22,7 +21,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Inductor's cache does not tell kernels of AVX-512 from those that ATEN_CPU_CAPABILITY=avx2 asks for, which gives NaN.
-_COMPILED = f"inductor-of-tests-{getpass.getuser()}-{torch.backends.cpu.get_cpu_capability()}"
+_COMPILED = f"inductor-of-tests-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}"
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(tempfile.gettempdir(), _COMPILED))
 torch.set_num_threads(1)  # the models are tiny: more threads would only wait for each other
 compose_quickly()
