@@ -6,9 +6,8 @@ import math
 import statistics
 from collections.abc import Callable, Iterable
 
-from evidence.runs import DIVERGED, LOSS, Outcome
+from evidence.runs import BUSY, DIVERGED, LOSS, Outcome
 from trainer.hardware import kind_of
-from trainer.profiling.rates import BUSY
 
 
 def final_loss(outcome: Outcome) -> float | None:

@@ -33,6 +33,8 @@ DETERMINISTIC_FAILURES = (UserError.exit_code, OutOfMemory.exit_code)
 INTERRUPTED = (130, 143)
 LOOK_S = 1.0
 """Seconds before a run in which the CPUs' work is that of others."""
+BUSY = 0.1
+"""Share of the CPUs that others use, from which on times say little about the machine."""
 
 
 @dataclass(frozen=True)

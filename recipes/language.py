@@ -153,8 +153,8 @@ class LanguageRecipe(SizedRecipe):
     unit = "tokens"
     shown_by = 'generate.py {run} prompt="def "'
     chunked_loss: bool | str = "auto"
-    """Compute the loss in chunks: slower, but the fp32 logits never exist as a whole. auto: on a GPU, if the logits are
-    forecast not to fit into memory (torch 2.13 and later)."""
+    """Compute the loss in chunks: slower, but the fp32 logits never exist as a whole. auto: on a GPU, if they and
+    their gradients take more than the free memory (torch 2.13 and later)."""
     vocabulary_multiple: int = 64
     """Pad the vocabulary to a multiple of this, for tensor cores; 1: no padding. The loss is the same."""
 
@@ -175,7 +175,11 @@ class LanguageRecipe(SizedRecipe):
         """Return the chunked loss, where the user left it to us and torch has it."""
         if self.chunked_loss != "auto" or not torch_can_chunk():
             return []
-        return [Decision("recipe.chunked_loss", True, "the logits are forecast not to fit")]
+        return [Decision("recipe.chunked_loss", True, "the logits take more than the free memory")]
+
+    def avoidable_bytes(self, datasets: TextDatasets, micro_batch_size: int) -> int:
+        """Return the memory of the logits, log-probabilities and gradients, 12 bytes in all."""
+        return 12 * micro_batch_size * self.tokens_per_sample * datasets.vocabulary
 
     def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[np.ndarray], Dataset], str]:
         context = self.tokens_per_sample

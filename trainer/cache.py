@@ -18,7 +18,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("MANTISSA_CACHE") or "~/.cache/mantissa").expanduser()
 
 
-def cached(kind: str, of: dict[str, Any], work: Callable[[], tuple[T, bool]]) -> T:
+def cached(kind: str, of: dict[str, Any], work: Callable[[], T]) -> T:
     """Return what ``work`` returned when it was first called for ``kind`` and ``of``, here or in an earlier process.
 
     If the cache cannot be read or written, ``work`` is called every time.
@@ -26,7 +26,7 @@ def cached(kind: str, of: dict[str, Any], work: Callable[[], tuple[T, bool]]) ->
     Args:
         kind: the name of a folder in the cache.
         of: everything that the result depends on, as JSON.
-        work: returns JSON, and whether it is kept.
+        work: returns JSON.
     """
     key, path = json.dumps(of, sort_keys=True), _path(kind, of)
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -34,21 +34,13 @@ def cached(kind: str, of: dict[str, Any], work: Callable[[], tuple[T, bool]]) ->
         if known["of"] == json.loads(key):
             result: T = known["result"]
             return result
-    result, is_kept = work()
-    if not is_kept:
-        return result
+    result = work()
     from trainer.files import write_text  # which a trainer that finds all of it does not need
 
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps({"of": of, "result": result}))
     return result
-
-
-def forget(kind: str, of: dict[str, Any]) -> None:
-    """Remove what is kept for ``kind`` and ``of``."""
-    with suppress(OSError):
-        _path(kind, of).unlink()
 
 
 def _path(kind: str, of: dict[str, Any]) -> Path:

@@ -227,6 +227,10 @@ class Recipe:
         """Return options that are still ``auto``, with values that need less memory on a GPU, and more time."""
         return []
 
+    def avoidable_bytes(self, datasets: Any, micro_batch_size: int) -> int:
+        """Return the memory of a microbatch that ``memory_overrides`` avoid."""
+        return 0
+
     def datasets(self, data: DataSource, seed: int) -> Datasets:
         """Open the data. Raises UserError where the user's data cannot work."""
         raise NotImplementedError

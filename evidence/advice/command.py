@@ -15,14 +15,13 @@ from evidence.advice.report import Advice, overrides_of
 from evidence.advice.search import Search
 from evidence.advice.timing import COMPILED, time_candidate
 from evidence.options import EQUAL_LOSS, AdviseOptions
-from evidence.runs import cpu_share_of_others, redacted_arguments
+from evidence.runs import BUSY, cpu_share_of_others, redacted_arguments
 from mantissa.commands import seconds_of
 from mantissa.display import counted, duration
 from trainer.config.compose import check_single, compose
 from trainer.config.options import parse
 from trainer.files import check_output_dir, in_use, write_json
 from trainer.hardware import detect
-from trainer.profiling.rates import BUSY
 from trainer.run.provenance import git_facts, versions
 
 ANSWER = "advice.json"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD
 from recipes.data.images.source import ImageDatasets
 from recipes.vision import architectures
-from trainer.checkpoint.foreign import SUFFIXES, read_weights
+from trainer.checkpoint.weights import SUFFIXES, read_weights
 from trainer.errors import UserError, first_line, nearest
 from trainer.files import read_object
 

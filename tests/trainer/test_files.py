@@ -47,8 +47,8 @@ def test_a_killed_cache_entry_is_overwritten(tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(files, "flush", killed)
         with pytest.raises(Killed):
-            cache.cached("rates", {"of": 1}, lambda: (2, True))
+            cache.cached("rates", {"of": 1}, lambda: 2)
     assert len(os.listdir(tmp_path / "rates")) == 1  # what was being written
-    assert cache.cached("rates", {"of": 1}, lambda: (3, True)) == 3
-    assert cache.cached("rates", {"of": 1}, lambda: (4, True)) == 3
+    assert cache.cached("rates", {"of": 1}, lambda: 3) == 3
+    assert cache.cached("rates", {"of": 1}, lambda: 4) == 3
     assert len(os.listdir(tmp_path / "rates")) == 1

@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.foreign import read_weights
 from trainer.checkpoint.reader import fill, load
+from trainer.checkpoint.weights import read_weights
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import (

@@ -76,8 +76,8 @@ class StepConfig:
     batch_size: int | str = "auto"
     """Global batch size: samples per optimizer step, over all processes; auto: the recipe's default for the device."""
     micro_batch_size: int | str = "auto"
-    """Samples per forward pass and process; gradients accumulate up to ``batch_size``. auto: what is forecast to fit,
-    at most the recipe's default for the device."""
+    """Samples per forward pass and process; gradients accumulate up to ``batch_size``. auto: the recipe's default for
+    the device, halved where that needs too much memory."""
     eval_every: int | str = "auto"
     """Optimizer steps between evaluations, or ``epoch``; auto: ``epoch`` if ``epochs`` is set, else a tenth of the run,
     but at least 25."""

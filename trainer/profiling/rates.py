@@ -1,4 +1,4 @@
-"""How fast this device multiplies matrices in each number format: measured once on a quiet machine, then cached."""
+"""How fast this device multiplies matrices in each number format: measured once, then cached."""
 
 from __future__ import annotations
 
@@ -6,35 +6,26 @@ import math
 import os
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from mantissa.display import quantity
-from mantissa.formats import FP8, FP32, NUMBERS, TF32, Number
+from mantissa.formats import FP8, NUMBERS, TF32, Number
 from mantissa.memory import available_bytes
-from trainer.cache import cached, forget
-from trainer.hardware import CPU, CUDA, NATIVE, UNAVAILABLE, Hardware
+from trainer.cache import cached
+from trainer.hardware import CUDA, NATIVE, UNAVAILABLE, Hardware
 from trainer.precision import kernels
 
 _SMALLEST, _LARGEST = 128, 8192
-_FEW_WEIGHTS = 2**24
-"""A layer with more is not timed: it would take seconds."""
 _LARGEST_ON_CPU = 4096
 _ENOUGH_S = 0.005
 """What one timed block takes at least, so that neither the clock nor the launch of kernels is in it."""
 _ENOUGH_IN_ALL_S = 0.2
-BUSY = 0.1
-"""Share of the CPUs that others use, from which on times say little about the machine."""
-_WHILE_BUSY: dict[str, float] = {}
-"""Rates that are not kept for other processes, so that the runs of a sweep show the same one."""
 _VARIABLES = (
     *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_DEFAULT_FPMATH_MODE"),
     *("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "TORCH_BLAS_PREFER_CUBLASLT"),
@@ -49,78 +40,19 @@ def matmul_rates(hardware: Hardware, numbers: Iterable[str] = NUMBERS) -> dict[s
     Measured are the three matmuls of a linear layer in training, of square matrices: forward, the gradient of the
     input, the gradient of the weight, by the kernels that this process uses. They differ in which factor is transposed,
     which matters where a processor has no instructions for the format. The shortest of several times counts. This takes
-    up to a second for a format, once for each device, number of threads and torch. What was measured while other
-    processes used the CPUs is kept for this process alone. ``numbers``: names of ``mantissa.formats.NUMBERS``.
+    up to a second for a format, once for each device, number of threads and torch. ``numbers``: names of
+    ``mantissa.formats.NUMBERS``.
     """
-    rates = {}
-    for name in (name for name in numbers if _has_matmul(hardware, NUMBERS[name])):
-        of = _of(hardware, name)
-        rates[name] = _WHILE_BUSY.get(repr(of)) or cached("products", of, partial(_measure_quietly, hardware, name))
-    return rates
+    return {
+        name: cached("products", _of(hardware, name), partial(measure, NUMBERS[name], hardware.device))
+        for name in numbers
+        if _has_matmul(hardware, NUMBERS[name])
+    }
 
 
 def _has_matmul(hardware: Hardware, number: Number) -> bool:
     native = number is FP8 and hardware.support(number.name) == NATIVE
     return native or (hardware.support(number.name) != UNAVAILABLE and not number.scaled)
-
-
-def forget_rate(hardware: Hardware, name: str) -> None:
-    """Let a later run measure the rate of a format again."""
-    of = _of(hardware, name)
-    _WHILE_BUSY.pop(repr(of), None)
-    forget("products", of)
-
-
-def _measure_quietly(hardware: Hardware, name: str) -> tuple[float, bool]:
-    """Measure a rate; return it, and whether it is one of a quiet machine. Of a GPU, the load of CPUs says little."""
-    import psutil
-
-    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    psutil.cpu_percent(percpu=True)  # counts from here
-    began, used = time.perf_counter(), time.process_time()
-    rate = measure(NUMBERS[name], hardware.device)
-    busy = sum(share for cpu, share in enumerate(psutil.cpu_percent(percpu=True)) if cpu in own) / 100
-    others = busy - (time.process_time() - used) / (time.perf_counter() - began)
-    is_quiet = hardware.kind is not CPU or others < BUSY * len(own)
-    if not is_quiet:
-        _WHILE_BUSY[repr(_of(hardware, name))] = rate
-    return rate, is_quiet
-
-
-def slower_than_fp32(model: nn.Module, dtype: torch.dtype, name: str, flop: float, rates: dict[str, float]) -> str:
-    """Return why an eager microbatch may take as long under autocast as in fp32 on this CPU, or longer; empty: shorter.
-
-    Its matmuls take their ``flop`` by the ``rates``. What they save must be more than casts and calls of 16-bit kernels
-    take; casts of activations by their size, and what else 16 bits change, are not counted.
-    """
-    fp32, half = (flop / 1e9 / rates[each] for each in (FP32.name, name))
-    casts = _casts_ms(model, dtype) if abs(fp32 - half) < 10 else 0.0  # of a large model nothing is timed
-    if fp32 - half > casts:
-        return ""
-    more = f"and casts {quantity(casts)} ms" if casts else "without casts"
-    return f"matmuls of a microbatch take {quantity(half)} ms {more}, in fp32 {quantity(fp32)} ms"
-
-
-def _casts_ms(model: nn.Module, dtype: torch.dtype) -> float:
-    """Return the milliseconds that autocast adds to a training pass over few rows, each weight in a linear layer.
-
-    Of each shape one is timed, by CPU time, so that other processes matter little.
-    """
-    # Layers that multiply have a bias, though it may be None. Embeddings, which autocast does not cast, have none.
-    found = [getattr(each, "weight", None) for each in model.modules() if hasattr(each, "bias")]
-    weights = [each for each in found if isinstance(each, Tensor) and each.ndim > 1 and 0 < each.numel() < _FEW_WEIGHTS]
-    sizes = Counter((len(each), each.numel() // len(each)) for each in weights)
-    added = 0.0
-    for (rows, columns), count in sizes.items():
-        x, weight = (torch.ones(size, columns, requires_grad=True) for size in (8, rows))
-        seconds = [math.inf, math.inf]
-        for enabled in (False, True) * 5:  # the first passes of a process take longer
-            began = time.thread_time()
-            with torch.autocast("cpu", dtype, enabled):
-                F.linear(x, weight).sum().backward()
-            seconds[enabled] = min(seconds[enabled], time.thread_time() - began)
-        added += 1e3 * count * max(0.0, seconds[True] - seconds[False])
-    return added
 
 
 def measure(number: Number, device: torch.device) -> float:

@@ -9,8 +9,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from mantissa.display import quantity
-
 SHEETS: dict[str, dict[str, float]] = {
     r"B200": {"fp32": 75, "tf32": 1125, "bf16": 2250, "fp16": 2250, "fp8": 4500},
     r"H200 NVL": {"fp32": 60, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5, "fp8": 1670.5},
@@ -75,10 +73,6 @@ class Utilisation:
         """Return the share of the measured rate that a throughput (of all ranks) needs: 0 to about 1."""
         return self._share(units_per_s, self.measured_tflops)
 
-    def exceeded(self, units_per_s: float | None) -> bool:
-        """Return whether the run was faster than the rate allows, which was then measured on a busy machine."""
-        return (self.mfu(units_per_s) or 0) > 1
-
     def _share(self, units_per_s: float | None, tflops: float | None) -> float | None:
         if self.flops_per_unit is None or units_per_s is None or tflops is None:
             return None
@@ -86,14 +80,10 @@ class Utilisation:
 
     def facts(self, units_per_s: float | None) -> dict[str, Any]:
         """Return what summary.json holds."""
-        mfu, unknown = self.mfu(units_per_s), self.unknown
-        if self.exceeded(units_per_s):
-            rate = f"{quantity(self.measured_tflops or 0)} TFLOP/s of {self.format} matmuls"
-            mfu, unknown = None, f"the run was faster than the {rate} measured here; the next one measures them again"
         return {
-            "mfu": mfu,
+            "mfu": self.mfu(units_per_s),
             "mfu_of_data_sheet": self._share(units_per_s, self.data_sheet_tflops),
-            "unknown": unknown,
+            "unknown": self.unknown,
             "model_flops_per_unit": self.flops_per_unit,
             "format": self.format,
             "measured_tflops": self.measured_tflops,

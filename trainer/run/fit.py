@@ -20,7 +20,7 @@ from trainer.errors import OutOfMemory, first_line
 from trainer.hardware import CPU, Hardware, keep_freed_memory, release_kept_memory
 from trainer.parallel.world import World, launched_local_rank
 from trainer.parallel.wrap import FSDP, Parallel
-from trainer.recipe import Decision, Recipe
+from trainer.recipe import Recipe
 from trainer.run.forecast import forecast, required_bytes
 from trainer.terminal import work
 
@@ -36,8 +36,7 @@ def fit_plan(config: Config, plan: Plan[Config], hardware: Hardware, world: Worl
     """Return the plan with a microbatch that is forecast to fit into the free memory.
 
     A forecast takes seconds, so it is made only where ``rough_bytes`` is half of the free memory or more. A
-    ``micro_batch_size`` that the user set is not changed; there is a warning. On a GPU ``Recipe.memory_overrides``
-    comes first.
+    ``micro_batch_size`` that the user set is not changed; there is a warning.
 
     Args:
         config: as composed.
@@ -49,51 +48,56 @@ def fit_plan(config: Config, plan: Plan[Config], hardware: Hardware, world: Worl
     Raises:
         OutOfMemory: of ``micro_batch_size=auto`` not even 1 is forecast to fit.
     """
-    free = _free_bytes(hardware, world)
-    free = -world.all_reduce_max(-free)
-    size, why, saving = world.run_on_main(partial(_fitting, config, plan, hardware, datasets, free))
-    chosen = replace(plan.config, recipe=plan.config.recipe.chosen(saving))
-    found = replace(plan, config=chosen, decisions=(*plan.decisions, *saving))
-    return found.with_micro_batch_size(size, why) if why else found
+    free = -world.all_reduce_max(-_free_bytes(hardware, world))
+    size, why = world.run_on_main(partial(_fitting, config, plan, datasets, free))
+    return plan.with_micro_batch_size(size, why) if why else plan
 
 
-def _fitting(
-    config: Config, plan: Plan[Config], hardware: Hardware, datasets: Datasets, free: int
-) -> tuple[int, str, list[Decision]]:
-    """Return the microbatch, why it is another one (empty: it is not), and the recipe's options that save memory."""
+def _fitting(config: Config, plan: Plan[Config], datasets: Datasets, free: int) -> tuple[int, str]:
+    """Return the microbatch, and why it is another one; empty: it is not."""
     batching, usable = plan.batching, int(USABLE * free)
-    size, saving = batching.micro_batch_size, config.recipe.memory_overrides() if hardware.is_gpu else []
+    size = batching.micro_batch_size
     rough = rough_bytes(plan.config.recipe, datasets, size)
     if rough is None or rough < free / 2:
-        return size, "", []
+        return size, ""
     log.info("this may need most of the free memory (%d MiB): forecasting the memory of a step", free / MIB)
     try:
         with work("forecasting the memory of a step"):
             need = needed_bytes(config, batching, size)
             if need <= usable:
-                return size, "", []
-            if saving:
-                config = replace(config, recipe=config.recipe.chosen(saving))
-                need = needed_bytes(config, batching, size)
-            fitting = size if need <= usable else halved(config, batching, size)
-            while fitting and fitting < size and needed_bytes(config, batching, fitting) > usable:
+                return size, ""
+            fitting = halved(config, batching, size)
+            while fitting and needed_bytes(config, batching, fitting) > usable:
                 fitting = halved(config, batching, fitting)
     except Exception as error:  # the model cannot be forecast, or not in such a batch; training does not need it
         log.info("the memory of a step could not be forecast (%s)", first_line(error))
-        return size, "", []
-    if fitting == size:
-        return size, "", saving
+        return size, ""
     needs = f"{size} is forecast to need {need / MIB:,.0f} MiB, {usable / MIB:,.0f} MiB can be used"
     if config.micro_batch_size != "auto":
         remedy = f"{KEY}={fitting} is forecast to fit" if fitting else "no smaller one is forecast to fit"
         log.warning("%s=%s; %s", KEY, needs, remedy)
-        return size, "", saving
+        return size, ""
     if fitting:
-        return fitting, f"forecast to fit; {needs}", saving
+        return fitting, f"forecast to fit; {needs}"
     raise OutOfMemory(
         f"{KEY}={needs}, and no smaller one is forecast to fit; nothing was started. {REMEDY.capitalize()}; "
         f"to start it anyway, set {KEY}=1"
     )
+
+
+def save_memory(
+    config: Config, plan: Plan[Config], hardware: Hardware, world: World, datasets: Datasets
+) -> Plan[Config]:
+    """Return the plan with ``Recipe.memory_overrides`` where what they avoid is larger than the free memory.
+
+    Arguments are those of ``fit_plan``.
+    """
+    free = -world.all_reduce_max(-_free_bytes(hardware, world))
+    if plan.config.recipe.avoidable_bytes(datasets, plan.batching.micro_batch_size) <= free:
+        return plan
+    saving = config.recipe.memory_overrides()
+    chosen = replace(plan.config, recipe=plan.config.recipe.chosen(saving))
+    return replace(plan, config=chosen, decisions=(*plan.decisions, *saving))
 
 
 def _free_bytes(hardware: Hardware, world: World) -> int:

@@ -19,7 +19,7 @@ from trainer.errors import redacted
 from trainer.precision.kernels import not_timed_here
 from trainer.precision.manifest import dtypes_in_use, manifest_of
 from trainer.profiling.flops import ModelFlops
-from trainer.profiling.rates import matmul_rates, slower_than_fp32
+from trainer.profiling.rates import matmul_rates
 from trainer.profiling.utilisation import Utilisation, data_sheet
 from trainer.run.monitor import NonFiniteGradients
 from trainer.run_folder import RunFolder
@@ -53,19 +53,12 @@ def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:
     if config.precision.fp32_ops:
         effective["fp32_ops"] = config.precision.fp32_ops
     effective["kernels"] = trainer.kernels
-    own = f"{found['support']} on this hardware"
     precision, hardware = config.precision, trainer.hardware
     not_timed = not_timed_here(precision.mode, hardware, precision.kernels, trainer.convolves)
-    effective["arithmetic"] = not_timed or own
+    effective["arithmetic"] = not_timed or f"{found['support']} on this hardware"
     flops, modules = ModelFlops(), DtypeRecorder(trainer.model)
     trainer.observe(flops, modules)
     per_unit, unknown = flops.per_unit(config.recipe.unit, config.recipe.count_units(trainer.first_samples()))
-    samples = trainer.plan.batching.micro_batch_size
-    flop = flops.total * samples / min(2, samples)
-    effective["slower_than_fp32"] = ""
-    on_cpu, dtype = hardware.device.type == "cpu", precision.format.autocast
-    if dtype and on_cpu and config.compile.mode == "off" and not unknown and name in effective["matmul_tflops"]:
-        effective["slower_than_fp32"] = slower_than_fp32(trainer.model, dtype, name, flop, effective["matmul_tflops"])
     return found | {"modules": modules.modules()}, Utilisation(
         flops_per_unit=per_unit,
         unknown=unknown or (None if name in effective["matmul_tflops"] else f"{name} matmuls are not timed here"),

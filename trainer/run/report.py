@@ -56,13 +56,10 @@ def show_start(
     terminal: Terminal, trainer: Trainer, manifest: dict[str, Any], folder: Path, decisions: list[Decision]
 ) -> None:
     """Show what trains, what was chosen, and warn about what will not be as the user expects."""
-    config, effective, batching = trainer.config, manifest["effective"], trainer.plan.batching
-    slow = warning_if_slow(config.precision, trainer.hardware, effective["matmul_tflops"])
+    config, batching = trainer.config, trainer.plan.batching
+    slow = warning_if_slow(config.precision, trainer.hardware, manifest["effective"]["matmul_tflops"])
     for sentence in filter(None, [slow, *warnings(trainer, folder)]):
         terminal.warn(sentence)
-    if not slow and (why := effective["slower_than_fp32"]):
-        advise = f"python scripts/advise.py recipe={config.recipe.name} … measures it"
-        terminal.note(f"note: {config.precision.mode} is about as slow as fp32 here, or slower: {why}; {advise}")
     rows = start_rows(trainer, manifest, folder, decisions)
     chosen = {each.key: (str(_shown(each.value)), each.why) for each in decisions if each.key != "init_from"}
     if chosen and not config.why:

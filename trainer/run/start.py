@@ -29,7 +29,7 @@ from trainer.files import SAME, TOKENIZER, add_run_facts, in_use
 from trainer.hardware import detect, threads
 from trainer.parallel.world import tasks_alone
 from trainer.precision import kernels
-from trainer.run.fit import REMEDY, fit_plan, keep_memory, ran_out, release_memory
+from trainer.run.fit import REMEDY, fit_plan, keep_memory, ran_out, release_memory, save_memory
 from trainer.run.run import Run
 from trainer.run.scores import Scores
 from trainer.run.signals import Signals, take_start_time
@@ -112,7 +112,8 @@ def _train(config: Config, run_class: type[Run], started: Callable[[Run | None],
         with terminal.work("opening the data"):
             datasets = opened or world.main_first(plan.config.open_datasets)
         if folder is None:
-            plan = fit_plan(config, plan, hardware, world, datasets)
+            fit = save_memory if hardware.is_gpu else fit_plan  # on a CPU, the system kills what takes too much
+            plan = fit(config, plan, hardware, world, datasets)
         if not gc.get_freeze_count():  # else every look for garbage walks half a million objects, for half a second
             if gc.isenabled():  # else the program has only imported modules so far
                 gc.collect()

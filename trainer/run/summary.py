@@ -9,7 +9,6 @@ import torch
 from mantissa.display import counted, finite, loss, quantity, size
 from trainer.hardware import peak_memory_bytes
 from trainer.precision.kernels import in_short, not_timed_here
-from trainer.profiling.rates import forget_rate
 from trainer.profiling.utilisation import text as mfu_text
 from trainer.run.provenance import versions
 from trainer.run.scores import PREFIX
@@ -24,8 +23,6 @@ def run_summary(run: Run, status: str) -> dict[str, Any]:
     config, trainer, scores, monitor = run.config, run.trainer, run.scores, run.monitor
     units_per_s, step_time_s = monitor.throughput() or (None, None)
     memory, ledger = peak_memory_bytes(trainer.device), run.profiler.ledger
-    if monitor.utilisation.exceeded(units_per_s):
-        forget_rate(trainer.hardware, monitor.utilisation.format)
     return {
         "status": status,
         "failure": run.failure,

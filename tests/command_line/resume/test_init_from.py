@@ -61,9 +61,9 @@ def test_weights_of_another_program_start_a_recipe_of_any_kind(folder: Path, suc
     torch.save({"model_state_dict": {f"module.{name}": each for name, each in other.items()}}, "ckpt.pt")
     trainer = trainer_of(*tiny, "init_from=ckpt.pt")
     assert same_bits(dict(trainer.model.state_dict()), dict(other))
-    assert ("init_from", "ckpt.pt", "its model_state_dict") in trainer.decisions
+    assert ("init_from", "ckpt.pt", "its model_state_dict, the prefix module. removed") in trainer.decisions
     done = succeed(*tiny, "init_from=ckpt.pt", "run_name=tuned")
-    assert re.search(r"weights +of ckpt\.pt; its model_state_dict\n", done.out)
+    assert re.search(r"weights +of ckpt\.pt; its model_state_dict, the prefix module\. removed\n", done.out)
     assert read_json(Path("outputs/tuned/run.json"))["init_from"]["run"] == "ckpt.pt"
     with pytest.raises(UserError, match=r"the weights do not fit: .* is .* there and .* here"):
         trainer_of(*tiny, "recipe.width=16", "init_from=ckpt.pt")

@@ -22,6 +22,7 @@ from trainer.recipe import Decision
 from trainer.run import fit, start
 from trainer.run.fit import USABLE, fit_plan, halved, needed_bytes, ran_out
 from trainer.run.forecast import forecast, required_bytes
+from trainer.run.run import Run
 from trainer.run_folder import RunFolder
 
 BIGNET = ["recipe=bignet", "recipe.width=64", "recipe.layers=4", "data.samples=64", "checkpoint=none"]
@@ -184,35 +185,51 @@ def test_a_model_that_cannot_be_forecast_is_trained(monkeypatch: pytest.MonkeyPa
 
 
 GPT2 = ["recipe=gpt2", "recipe.size=nano", "recipe.context=64", "data=synthetic", "data.vocab_size=8192"]
+LOGITS = 12 * 16 * 64 * 8192 / MIB
+"""Of 16 samples: the logits, log-probabilities and gradients."""
+
+
+def start_on_a_gpu(monkeypatch: pytest.MonkeyPatch, free_mib: float, *overrides: str) -> Plan[Config]:
+    """Return the plan of a run, which a CPU in the place of a GPU begins to train."""
+
+    class Begun(Exception):
+        """Ends the run where it would build its model."""
+
+    def trainer(plan: Plan[Config], *_: object) -> None:
+        raise Begun(plan)
+
+    monkeypatch.setattr(fit, "available_bytes", lambda device: int(free_mib * MIB))
+    monkeypatch.setattr(Hardware, "is_gpu", True)
+    monkeypatch.setattr(Run, "trainer_class", trainer)
+    with pytest.raises(Begun) as begun:
+        start.train(compose(*GPT2, "batch_size=16", "checkpoint=none", "device=cpu", *overrides))
+    plan: Plan[Config] = begun.value.args[0]
+    return plan
+
+
+def test_on_a_gpu_a_start_is_not_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = start_on_a_gpu(monkeypatch, 0.01, "recipe.chunked_loss=false")
+    assert (plan.batching.micro_batch_size, plan.config.recipe.chunked_loss) == (16, False)
 
 
 @pytest.mark.skipif(not torch_can_chunk(), reason="this torch has no chunked linear_cross_entropy")
-def test_on_a_gpu_the_logits_are_whole_where_they_are_forecast_to_fit(
+def test_on_a_gpu_the_loss_is_in_chunks_where_the_logits_do_not_fit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    for free_mib, size, chunked in ((LOGITS, 16, False), (0.99 * LOGITS, 16, True), (0.99 * LOGITS, 8, False)):
+        plan = start_on_a_gpu(monkeypatch, free_mib, f"micro_batch_size={size}")
+        assert [each.value for each in plan.decisions if each.key == "recipe.chunked_loss"] == [True] * chunked
+        run, config = RunFolder(tmp_path), compose(*GPT2, "device=cpu")
+        run.write_config({"precision.mode": "fp32", "recipe.chunked_loss": plan.config.recipe.chunked_loss})
+        again = as_before(run, config, config.plan(detect("cpu")))  # a resumed run has its form again
+        assert again.config.recipe.chunked_loss == plan.config.recipe.chunked_loss == chunked
+
+
+@pytest.mark.skipif(not torch_can_chunk(), reason="this torch has no chunked linear_cross_entropy")
+def test_a_loss_in_chunks_avoids_the_logits() -> None:
     job = [*GPT2, "batch_size=16", "micro_batch_size=16", "checkpoint=none"]
-    whole, chunked = (need_mib(*job, f"recipe.chunked_loss={form}") / USABLE for form in ("false", "true"))
-    assert chunked < 0.7 * whole
-    monkeypatch.setattr(Hardware, "is_gpu", True)
-
-    def planned(free_mib: float, *more: str) -> tuple[object, int]:
-        monkeypatch.setattr(fit, "available_bytes", lambda device: int(free_mib * MIB))
-        config = compose(*job, *more, "device=cpu")
-        plan = config.plan(detect("cpu"))
-        datasets = plan.config.recipe.datasets(plan.config.data, 0)
-        fitted = fit_plan(config, plan, detect("cpu"), World(), datasets)
-        assert [each.value for each in fitted.decisions if each.key.endswith("loss")] == [True] * (free_mib < whole)
-        run = RunFolder(tmp_path)
-        run.write_config({"precision.mode": "fp32", "recipe.chunked_loss": fitted.config.recipe.chunked_loss})
-        again = as_before(run, config, plan)  # a resumed run has its form again
-        assert again.config.recipe.chunked_loss == fitted.config.recipe.chunked_loss
-        return fitted.config.recipe.chunked_loss, fitted.batching.micro_batch_size
-
-    assert planned(1.01 * whole) == (False, 16)
-    assert planned(0.98 * whole) == planned(1.02 * chunked) == (True, 16)
-    chosen, size = planned(0.7 * chunked, "micro_batch_size=auto")
-    assert chosen is True
-    assert size < 16
+    whole, chunked = (need_mib(*job, f"recipe.chunked_loss={form}") for form in ("false", "true"))
+    assert 0.8 * LOGITS < whole - chunked < 1.2 * LOGITS
 
 
 def test_a_resumed_run_keeps_its_microbatch(tmp_path: Path) -> None:

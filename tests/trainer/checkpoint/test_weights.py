@@ -1,0 +1,139 @@
+"""Weights that no run wrote: what is taken of a file or a folder, or what is wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from tests.helpers import same_bits
+from trainer.checkpoint.weights import read_weights
+from trainer.errors import UserError
+
+State = dict[str, Any]
+Write = Callable[[Path], object]
+NET = nn.Sequential(OrderedDict(stem=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4), fc=nn.Linear(4, 2)))
+STATE: State = dict(NET.state_dict())
+LONE = torch.ones(2)
+ADAM: State = {"state": {0: {"step": torch.ones(()), "exp_avg": torch.zeros(4)}}, "param_groups": [{"lr": 1e-3}]}
+
+
+class Ran:
+    """Would run a command when it is unpickled as usual."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch it-ran",)
+
+
+def under(prefix: str) -> State:
+    return {f"{prefix}{name}": tensor for name, tensor in STATE.items()}
+
+
+def saved(content: Any, older: bool = False, share: float = 1.0) -> Write:
+    def write(path: Path) -> None:
+        torch.save(content, path, _use_new_zipfile_serialization=not older)
+        os.truncate(path, int(share * path.stat().st_size))
+
+    return write
+
+
+def text(content: str) -> Write:
+    return lambda path: path.write_text(content)
+
+
+def folder(files: dict[str, Write]) -> Write:
+    def write(path: Path) -> None:
+        path.mkdir()
+        for name, file in files.items():
+            file(path / name)
+
+    return write
+
+
+def script(path: Path) -> None:
+    with pytest.warns(FutureWarning):
+        torch.jit.save(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), path)
+
+
+LIGHTNING: State = {
+    "epoch": 1, "state_dict": under("net._orig_mod.") | {"criterion.weight": LONE}, "optimizer_states": [ADAM],
+    "callbacks": {"ModelCheckpoint": {"best_model_score": LONE}}, "hyper_parameters": {"lr": 0.1},
+}  # fmt: skip
+PLACES = {name: f"model-0000{1 + index % 2}-of-00002.safetensors" for index, name in enumerate(STATE)}
+SHARDS: dict[str, Write] = {
+    "model.safetensors.index.json": text(json.dumps({"weight_map": PLACES})),
+    PLACES["stem.weight"]: partial(save_file, {name: STATE[name] for name in list(STATE)[::2]}),
+    PLACES["stem.bias"]: partial(save_file, {name: STATE[name] for name in list(STATE)[1::2]}),
+}
+"""As transformers' save_pretrained writes them."""
+
+TAKEN: dict[str, tuple[Write, str]] = {
+    "weights.pth": (saved(STATE), ""),
+    "older.pth": (saved(STATE, older=True), ""),
+    "weights.safetensors": (partial(save_file, STATE), ""),
+    "ddp.tar": (saved({"state_dict": under("module."), "best": LONE}), "its state_dict, the prefix module. removed"),
+    "of.ckpt": (saved(LIGHTNING), "its state_dict, the prefix net._orig_mod. removed, without criterion.weight"),
+    "auxiliary.pth": (saved(STATE | under("aux.")), "without aux.stem.weight, …"),
+    "encoder.pth": (saved(under("encoder.") | {"fc.bias": LONE}), "the prefix encoder. removed, without fc.bias"),
+    "sharded": (folder(SHARDS), ""),
+    "one file": (folder({"last.ckpt": saved(STATE), "notes.txt": text("")}), ""),
+    "checkpoint-9": (folder({"pytorch_model.bin": saved(STATE), "optimizer.pt": saved(ADAM)}), ""),
+    "both forms": (folder({"model.safetensors": partial(save_file, STATE), "pytorch_model.bin": saved(ADAM)}), ""),
+}
+CLOSED = r"cannot be opened as weights \({}, [\d,]+ bytes: (?!.*safe_globals).+\); give what torch.save\(model"
+REFUSED: dict[str, tuple[Write, str]] = {
+    "code.pth": (saved({"model": STATE, "x": Ran()}), CLOSED),
+    "older code.pth": (saved({"model": STATE, "x": Ran()}, older=True), CLOSED),
+    "arguments.pth": (saved({"model": STATE, "args": argparse.Namespace(a=1)}), CLOSED),
+    "module.pth": (saved(NET), CLOSED),
+    "script.pt": (script, CLOSED),
+    "cut.pth": (saved(STATE, share=0.5), CLOSED),
+    "empty.pth": (text(""), CLOSED),
+    "page.bin": (text("<!DOCTYPE html>"), CLOSED),
+    "pointer.safetensors": (text("version https://git-lfs.github.com/spec/v1"), CLOSED),
+    "optimizer.pt": (saved(ADAM), "holds no dict of named tensors; give what torch.save"),
+    "tensor.pt": (saved(LONE), "holds no dict of named tensors; give what torch.save"),
+    "twins.pth": (saved(under("q.") | under("k.")), r"holds the weights of this model more than once \(q\., k\.\)"),
+    "other.pth": (saved({"wte": LONE}), r"none of its names \(wte, …\) .* \(stem.weight, stem.bias, norm.weight, …\)"),
+    "nothing": (folder({"config.json": text("{}")}), r"holds no file of weights \(config.json\)"),
+    "several": (folder({"a.pt": saved(STATE), "b.pt": saved(STATE)}), r"holds several files of weights \(a.pt, b.pt\)"),
+    "part": (folder(dict([*SHARDS.items()][:2])), r"model-00002-of-00002.safetensors is missing, which model.safetens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_the_weights_of_the_model_are_taken(name: str, tmp_path: Path) -> None:
+    write, words = TAKEN[name]
+    write(tmp_path / name)
+    weights, note = read_weights(tmp_path / name, list(STATE), "init_from")
+    assert same_bits(weights, STATE)
+    assert note == words
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_wrong_is_named_and_no_code_is_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write, message = REFUSED[name]
+    write(Path(name))
+    with pytest.raises(UserError, match=f"^init_from={name}.*{message.format(name)}"):
+        read_weights(Path(name), list(STATE), f"init_from={name}")
+    assert not Path("it-ran").exists()
+
+
+def test_of_several_dicts_the_command_saves_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": STATE, "model_ema": under("module."), "optimizer": ADAM}, "both.pth")
+    with pytest.raises(UserError, match=r"several dicts of named tensors \(model, model_ema\)") as refused:
+        read_weights(Path("both.pth"), list(STATE), "init_from")
+    exec(str(refused.value).rpartition(": ")[2], {"torch": torch})
+    assert same_bits(read_weights(Path("weights.pth"), list(STATE), "init_from")[0], STATE)
