@@ -139,10 +139,9 @@ def _line(criterion: Criterion, row: Ratio) -> str:
     found = criterion.interval(row)
     if found is None:
         shown = "not measured"
-    elif criterion.over and "loss" in criterion.measure:
-        shown = percent(replace(found, mean=found.mean - 1, low=found.low - 1, high=found.high - 1))
-    elif criterion.over:
-        shown = times(found)
+    elif criterion.over and math.isfinite(found.high):
+        change = replace(found, mean=found.mean - 1, low=found.low - 1, high=found.high - 1)
+        shown = percent(change) if "loss" in criterion.measure else times(found)
     else:
         shown, low, high = (f"{end:.4g}" if abs(end) < 1000 else f"{end:,.0f}" for end in astuple(found)[:3])
         shown += f" [{low}, {high}]" if low != high else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -235,6 +236,27 @@ def test_what_leaves_a_verdict_open_is_reported(changed: Outcome, measure: str, 
         row = row_of(Criterion(measure, "a", over, at_least=0.1), outcomes)
         assert row.why == why
         assert Criterion(measure, "a", over, at_least=0.1).verdict(row) == (INCONCLUSIVE if why else CONFIRMED)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "ends", "words"),
+    [
+        (Criterion("speed", "a", "b", published="2x"), (2.0, 1.9, 2.1), "throughput, a over b: 2.00x [1.90, 2.10]"),
+        (Criterion("speed", "a", published="2x"), (12345.6, 1.0, 12345.6), "throughput, a: 12,346 [1, 12,346]"),
+        (
+            Criterion("loss", "a", "b", published="2x"),
+            (1.0001, 0.9998, 1.0003),
+            "final validation loss, a over b: +0.01 % [-0.02, +0.03]",
+        ),
+        (Criterion("loss", "a", "b", published="2x"), (math.inf,) * 3, "final validation loss, a over b: inf"),
+    ],
+)
+def test_what_is_measured_stands_beside_what_is_published(
+    criterion: Criterion, ends: tuple[float, float, float], words: str
+) -> None:
+    interval = Interval(*ends, 0.95, 3)
+    row = Ratio(None, ratio=interval, why="a doubt") if criterion.over else Ratio(interval, why="a doubt")
+    assert reproduce._line(criterion, row) == f"  {words}  published 2x  a doubt"
 
 
 # --- the command ---
