@@ -45,12 +45,12 @@ def in_use(outcomes: Iterable[Outcome]) -> str:
     arms: dict[str, list[float]] = {}
     for o in outcomes:
         device = o.summary.get("hardware", {}).get("device")
-        if o.others_cpu is not None and not (device and kind_of(device).own_memory):
+        if o.finished and o.others_cpu is not None and not (device and kind_of(device).own_memory):
             arms.setdefault(o.arm, []).append(o.others_cpu)
     share = max(map(statistics.fmean, arms.values()), default=0)
     if share < BUSY:  # the mean over an arm's runs
         return ""
-    return f"other processes used {share:.0%} of the CPUs; measure again on a quiet machine, with another name=…"
+    return f"other processes used {share:.0%} of the CPUs; measure again on a quiet machine, with another output_dir=…"
 
 
 def measured(outcome: Outcome, name: str) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,14 +14,18 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from evidence.comparison.judge import Ratio
 from evidence.measures import MEASURES, TIMED
 from evidence.runs import Arm, check_labels
+from mantissa.compare import PAIRS
+from mantissa.statistics import INCONCLUSIVE, Interval
 from trainer.config.compose import key_of
 from trainer.errors import UserError, check_choice, first_line, nearest
 from trainer.files import PROJECT
 from trainer.hardware import CUDA, EMULATED, UNAVAILABLE, Hardware
 from trainer.precision.kernels import not_timed_here
 
+CONFIRMED, REFUTED = "CONFIRMED", "REFUTED"
 CLAIMS = PROJECT / "evidence" / "claims" / "published"
 QUIET = ("tracking=local", "checkpoint=none", "tracking.epilogue=false")
 """Overrides of every run: neither tracking nor saving is measured, and nobody reads a generated sample."""
@@ -31,23 +36,21 @@ _MEMORY_IS_SOLD_AS = 0.92
 
 @dataclass
 class Criterion:
-    """One measured quantity; with bounds it decides, without bounds it is only reported.
-
-    With ``over``, it is the ratio of runs of the same seed; without, every single run must keep the bounds.
-    """
+    """Bounds on a quantity that a comparison measures; without bounds it is only reported."""
 
     measure: str
     arm: str
     over: str = ""
-    at_least: float | None = None
-    at_most: float | None = None
+    """Baseline, of whose ratios the bounds are; empty: they are of the mean over the runs."""
+    at_least: float = -math.inf
+    at_most: float = math.inf
     published: str = ""
     note: str = ""
     """What the number shows, where it is not obvious."""
 
     def __post_init__(self) -> None:
         """Check that it can be judged."""
-        if self.at_least is not None and self.at_most is not None and self.at_least > self.at_most:
+        if self.at_least > self.at_most:
             raise UserError(f"at_least: {self.at_least:g} is above at_most: {self.at_most:g}; swap them")
 
     @property
@@ -58,7 +61,7 @@ class Criterion:
     @property
     def decides(self) -> bool:
         """Whether it has bounds."""
-        return self.at_least is not None or self.at_most is not None
+        return (self.at_least, self.at_most) != (-math.inf, math.inf)
 
     def quantity(self) -> str:
         """Return the quantity in words."""
@@ -66,9 +69,24 @@ class Criterion:
 
     def bounds(self) -> str:
         """Return the bounds in words."""
-        if self.at_least is not None and self.at_most is not None:
-            return f"{self.at_least:g} to {self.at_most:g}"
-        return f"≥ {self.at_least:g}" if self.at_least is not None else f"≤ {self.at_most:g}" if self.decides else ""
+        if math.isinf(self.at_least):
+            return f"≤ {self.at_most:g}"
+        return f"≥ {self.at_least:g}" if math.isinf(self.at_most) else f"{self.at_least:g} to {self.at_most:g}"
+
+    def interval(self, row: Ratio) -> Interval | None:
+        """Return the interval that the bounds are for, from a comparison's row; None: not measured."""
+        return row.ratio if self.over else row.value
+
+    def verdict(self, row: Ratio) -> str:
+        """Return whether all of the interval is within the bounds, all outside, or neither; empty: no bounds."""
+        interval = self.interval(row)
+        if not self.decides:
+            return ""
+        if row.why or not interval:
+            return INCONCLUSIVE
+        if self.at_least <= interval.low and interval.high <= self.at_most:
+            return CONFIRMED
+        return REFUTED if interval.high < self.at_least or interval.low > self.at_most else INCONCLUSIVE
 
 
 @dataclass
@@ -109,8 +127,8 @@ class Claim:
                 if self.related
                 else "no criterion decides; give one at_least or at_most, or say in related: why none can"
             )
-        if self.repeats < 2:
-            raise UserError(f"repeats={self.repeats} gives no interval; set repeats: 3")
+        if self.repeats < (PAIRS if any(criterion.measure != "memory" for criterion in self.criteria) else 2):
+            raise UserError(f"repeats: {self.repeats} is too few; set repeats: {PAIRS}")
         check_labels(list(self.arms))
         for name, text in self.arms.items():
             check_choice(f"arms.{name}", text.partition(" ")[0], list(self.setups))

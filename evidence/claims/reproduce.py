@@ -5,19 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import statistics
 from contextlib import redirect_stdout
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
 
-from evidence.claims.claims import Claim, Criterion, load, names
-from evidence.measures import TIMED, in_use, measured
+from evidence.claims.claims import CONFIRMED, REFUTED, Claim, Criterion, load, names
+from evidence.comparison.judge import Ratio, ratio
 from evidence.options import ReproduceOptions
-from evidence.runs import DIVERGED, Outcome, Runner, merge_overrides
+from evidence.runs import Outcome, Runner, merge_overrides
 from mantissa.compare import percent, times
-from mantissa.statistics import INCONCLUSIVE, Interval, ratio_interval
+from mantissa.statistics import INCONCLUSIVE
 from trainer.config.compose import compose, key_of
 from trainer.config.options import parse
 from trainer.errors import UserError
@@ -26,86 +25,9 @@ from trainer.hardware import Hardware, detect
 from trainer.run.provenance import git_facts, versions
 from trainer.terminal import on_error_stream, work
 
-CONFIRMED, REFUTED, NOT_HERE, NO_VERDICT = "CONFIRMED", "REFUTED", "NOT TESTABLE HERE", "no verdict"
+NOT_HERE, NO_VERDICT = "NOT TESTABLE HERE", "no verdict"
 FINDINGS_FILE = "claim.json"
 _short = partial(shorten, placeholder=" …")
-
-
-@dataclass
-class Finding:
-    """The result of a criterion."""
-
-    criterion: Criterion
-    verdict: str = ""
-    """Verdict by this criterion; empty: it does not decide."""
-    found: Interval | None = None
-    """Geometric mean of finite ratios with its 95 % interval; of other values median, lowest and highest."""
-    values: list[float] = field(default_factory=list)
-    why: str = ""
-    """Reason why there is no verdict."""
-
-
-def evaluate(criterion: Criterion, outcomes: list[Outcome]) -> Finding:
-    """Measure one criterion on the runs of a claim, and judge it if it decides."""
-    runs = [{run.seed: run for run in outcomes if run.arm == name} for name in criterion.arms]
-    finding = Finding(criterion)
-    for seed in sorted(set.intersection(*map(set, runs))):
-        own = [measured(of_arm[seed], criterion.measure) for of_arm in runs]
-        if None in own:
-            failed = next(of_arm[seed] for of_arm, value in zip(runs, own, strict=True) if value is None)
-            finding.why = f"{failed.arm}, seed {seed}, {'was not measured' if failed.finished else failed.reason}"
-            continue
-        value = own[0] / own[1] if criterion.over and own[1] else own[0]  # type: ignore[operator]
-        if value is None or math.isnan(value) or (criterion.over and not min(own)):  # type: ignore[type-var]
-            finding.why = f"seed {seed} cannot be compared: neither run finite, or a ratio with 0"
-        else:
-            finding.values.append(value)
-    if criterion.measure in TIMED:
-        finding.why = finding.why or in_use(run for of_arm in runs for run in of_arm.values())
-    if values := finding.values:
-        if criterion.over and len(values) > 1 and all(0 < value < math.inf for value in values):
-            finding.found = ratio_interval(values)
-        else:
-            finding.found = Interval(statistics.median(values), min(values), max(values), 1.0, len(values))
-    if criterion.decides:
-        finding.verdict = _verdict(finding)
-    return finding
-
-
-def _verdict(finding: Finding) -> str:
-    criterion, values, found = finding.criterion, finding.values, finding.found
-    if len(values) < (2 if criterion.over else 1):
-        finding.why = finding.why or "too few runs for an interval"
-    if finding.why or found is None:
-        return INCONCLUSIVE
-    low = -math.inf if criterion.at_least is None else criterion.at_least
-    high = math.inf if criterion.at_most is None else criterion.at_most
-    if low <= found.low and found.high <= high:
-        return CONFIRMED
-    if criterion.over and found.low <= high and low <= found.high:
-        return INCONCLUSIVE
-    return REFUTED
-
-
-def combine(verdicts: list[str]) -> str:
-    """Return the verdict of a claim from those of its criteria, without those that do not decide."""
-    counted = {verdict for verdict in verdicts if verdict}
-    if not counted:
-        return NOT_HERE
-    return REFUTED if REFUTED in counted else CONFIRMED if counted == {CONFIRMED} else INCONCLUSIVE
-
-
-def shown(finding: Finding) -> str:
-    """Return what was measured, in words; ratios of losses near 1 as percentages of change."""
-    found, criterion = finding.found, finding.criterion
-    if found is None:
-        return "not measured"
-    if criterion.over and math.isfinite(found.high):
-        change = replace(found, mean=found.mean - 1, low=found.low - 1, high=found.high - 1)
-        near = "loss" in criterion.measure and max(abs(change.low), abs(change.high)) < 0.1
-        return percent(change) if near else times(found)
-    middle, low, high = (f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}" for value in astuple(found)[:3])
-    return middle if low == high else f"{middle} [{low}, {high}]"
 
 
 def main(arguments: list[str]) -> int:
@@ -181,44 +103,69 @@ def test(claim: Claim, hardware: Hardware, given: list[str], runner: Runner) -> 
     arms, left_out = claim.runs(claim.to_run(hardware), given, hardware), claim.untestable(hardware)
     print(f"\n{_described(claim)}\n{len(arms)} arms × {claim.repeats}, alternating; {runner.runs}")
     outcomes = runner.run_all(arms, list(range(claim.repeats)))
-    findings = []
-    for number, criterion in enumerate(claim.criteria):
-        why = left_out.get(number)
-        findings.append(Finding(criterion, why=f"not testable: {why}") if why else evaluate(criterion, outcomes))
     related = claim.only_related(hardware)
-    for finding in findings:
-        finding.verdict = "" if related else finding.verdict
-    verdict = NO_VERDICT if related else combine([finding.verdict for finding in findings])
+    rows = list[tuple[Criterion, Ratio]]()
+    for number, criterion in enumerate(claim.criteria):
+        if related or number in left_out:
+            criterion = replace(criterion, at_least=-math.inf, at_most=math.inf)
+        absent = Ratio(None, why=f"{NOT_HERE}: {left_out.get(number)}")
+        rows.append((criterion, absent if number in left_out else row_of(criterion, outcomes)))
+    verdicts = [criterion.verdict(row) for criterion, row in rows]
+    verdict = next((one for one in (REFUTED, INCONCLUSIVE, CONFIRMED) if one in verdicts), NO_VERDICT)
     print(f"\n{claim.id}: {verdict}{f' ({related})' if related else ''}; published: {claim.published}")
-    for finding in findings:
-        criterion = finding.criterion
-        words = [f"published {criterion.published}" if criterion.published else "", finding.verdict, criterion.note]
-        bounds = f"criterion {criterion.bounds()}" if criterion.decides and not related else ""
-        print("  ".join(filter(None, (f"  {criterion.quantity()}: {shown(finding)}", bounds, *words, finding.why))))
-    failures = [f"{run.arm}, seed {run.seed}: {run.reason}" for run in outcomes if run.exit_code not in (0, DIVERGED)]
-    for failure in failures:
-        print(f"  failed: {failure}")
-    _write(runner.folder / FINDINGS_FILE, claim, verdict, findings)
-    return int(bool(failures))
-
-
-def _write(path: Path, claim: Claim, verdict: str, findings: list[Finding]) -> None:
-    """Write what was found, for ``benchmarks/results.py``."""
-    rows = [
-        {
-            "quantity": finding.criterion.quantity(),
-            "value": finding.found.mean,
-            "low": finding.found.low,
-            "high": finding.found.high,
-            "unit": "x" if finding.criterion.over else "",
-            "published": finding.criterion.published,
-            "verdict": finding.verdict,
-        }
-        for finding in findings
-        if finding.found and math.isfinite(finding.found.mean) and not finding.why
-    ]
+    for criterion, row in rows:
+        print(_line(criterion, row))
+    failed = [run for run in outcomes if not run.ended]
+    for run in failed:
+        print(f"  failed: {run.arm}, seed {run.seed}: {run.reason}")
     command = " ".join(["python scripts/reproduce.py", f"claim={claim.id}", *(f"{key}=…" for key in claim.asks)])
-    write_json(path, {"claim": claim.id, "verdict": verdict, "command": command, "findings": rows})
+    found = {"claim": claim.id, "verdict": verdict, "command": command, "findings": _kept(rows)}
+    write_json(runner.folder / FINDINGS_FILE, found)
+    return int(bool(failed))
+
+
+def row_of(criterion: Criterion, outcomes: list[Outcome]) -> Ratio:
+    """Return the row of a comparison that a criterion bounds; a failed run leaves its verdict open."""
+    names = (criterion.arm, criterion.over or criterion.arm)
+    arm, base = ({run.seed: run for run in outcomes if run.arm == name} for name in names)
+    row = ratio(criterion.measure, arm, base)
+    if not all(run.ended for run in (*arm.values(), *base.values())):
+        row.why = row.why or "a run failed"
+    return row
+
+
+def _line(criterion: Criterion, row: Ratio) -> str:
+    """Return what was measured beside what was published."""
+    found = criterion.interval(row)
+    if found is None:
+        shown = "not measured"
+    elif criterion.over and math.isfinite(found.high):
+        change = replace(found, mean=found.mean - 1, low=found.low - 1, high=found.high - 1)
+        shown = percent(change) if "loss" in criterion.measure else times(found)
+    else:
+        shown, low, high = (f"{end:.4g}" if abs(end) < 1000 else f"{end:,.0f}" for end in astuple(found)[:3])
+        shown += f" [{low}, {high}]" if low != high else ""
+    bounds = f"criterion {criterion.bounds()}" if criterion.decides else ""
+    published = f"published {criterion.published}" if criterion.published else ""
+    words = (f"  {criterion.quantity()}: {shown}", bounds, published, criterion.verdict(row), criterion.note, row.why)
+    return "  ".join(filter(None, words))
+
+
+def _kept(rows: list[tuple[Criterion, Ratio]]) -> list[dict[str, object]]:
+    """Return the rows without doubt as ``benchmarks/results.py`` keeps them."""
+    return [
+        {
+            "quantity": criterion.quantity(),
+            "value": found.mean,
+            "low": found.low,
+            "high": found.high,
+            "unit": "x" if criterion.over else "",
+            "published": criterion.published,
+            "verdict": criterion.verdict(row),
+        }
+        for criterion, row in rows
+        if (found := criterion.interval(row)) and math.isfinite(found.mean) and not row.why
+    ]
 
 
 def _described(claim: Claim) -> str:

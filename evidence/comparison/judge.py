@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from evidence.measures import in_use, measured
+from evidence.measures import TIMED, in_use, measured
 from evidence.runs import LOSS, Arm, Outcome, redacted_arguments
 from mantissa.compare import Quality, Reach, reach, too_few
 from mantissa.statistics import Interval, mean_interval, ratio_interval
@@ -67,24 +69,19 @@ def judge(
     results = []
     for arm in arms:
         runs, done = by_arm[arm.label], finished[arm.label]
-        base = {} if arm is arms[0] else finished[arms[0].label]
-        not_timed = _not_timed(done, base)
+        base = {} if arm is arms[0] else by_arm[arms[0].label]
         result = ArmResult(
             label=arm.label,
             overrides=redacted_arguments(arm.overrides),
             seeds=list(done),
             failures={seed: run.reason for seed, run in runs.items() if not run.finished},
-            speed=_ratio("speed", done, {} if not_timed else base),
-            memory=_ratio("memory", done, {} if is_emulated(not_timed) else base),
+            speed=ratio("speed", runs, base),
+            memory=ratio("memory", runs, base),
             quality=qualities[arm.label],
             skipped_steps=sum(run.summary["skipped_steps"] for run in done.values()),
             arithmetic=next((wide for run in done.values() if (wide := run.summary.get("not_timed"))), ""),
-            not_timed=not_timed,
+            not_timed=_not_timed(runs, base),
         )
-        if arm is not arms[0]:
-            few, used = too_few(len(result.speed.ratios), len(runs)), in_use([*done.values(), *base.values()])
-            result.speed.why = not_timed or "; ".join(filter(None, (few, used)))
-            result.memory.why = not_timed if is_emulated(not_timed) else ""
         results.append(result)
     curves = {
         label: {seed: run.series[LOSS] if run.finished else ((), ()) for seed, run in runs.items() if run.ended}
@@ -101,6 +98,30 @@ def judge(
     return results
 
 
+def ratio(name: str, runs: dict[int, Outcome], base: dict[int, Outcome]) -> Ratio:
+    """Measure a quantity of an arm, and its ratio to the baseline, of pairs of numbers above 0.
+
+    Args:
+        name: of ``MEASURES``.
+        runs: of the arm by seed, failed ones too.
+        base: of the baseline; empty: it is not compared.
+    """
+    values, others = (
+        {seed: value for seed, run in side.items() if (value := measured(run, name)) is not None}
+        for side in (runs, base)
+    )
+    not_timed = _not_timed(runs, base)
+    why = not_timed if name in TIMED or is_emulated(not_timed) else ""
+    pairs = [(value, others[seed]) for seed, value in values.items() if seed in others and not why]
+    ratios = [value / other for value, other in pairs if min(value, other) > 0 and other < math.inf]
+    if base and not why:
+        few = "" if name == "memory" else too_few(len(pairs), len(runs))
+        used = in_use([*runs.values(), *base.values()]) if name in TIMED else ""
+        why = "; ".join(filter(None, (few, used)))
+    numbers = list(values.values())
+    return Ratio(_interval(numbers, mean_interval), numbers, _interval(ratios, ratio_interval), ratios, why)
+
+
 def losses(arms: list[Arm], outcomes: list[Outcome]) -> dict[str, dict[int, float | None]]:
     """Return the final losses as ``mantissa.compare.judge`` takes them."""
     return {arm.label: {run.seed: measured(run, "loss") for run in outcomes if run.arm == arm.label} for arm in arms}
@@ -108,14 +129,14 @@ def losses(arms: list[Arm], outcomes: list[Outcome]) -> dict[str, dict[int, floa
 
 def _not_timed(runs: dict[int, Outcome], base: dict[int, Outcome]) -> str:
     """Return why the speeds of two arms compare no formats: fp32 arithmetic in one of them, or emulation in any."""
-    ways = [{run.summary.get("not_timed") for run in side.values()} for side in (runs, base)]
+    ways = [{run.summary.get("not_timed") for run in side.values() if run.finished} for side in (runs, base)]
     emulated = set(filter(is_emulated, ways[0] | ways[1]))
     return "; ".join(sorted(filter(None, emulated | (ways[0] ^ ways[1])))) if all(ways) else ""
 
 
-def _ratio(name: str, runs: dict[int, Outcome], base: dict[int, Outcome]) -> Ratio:
-    values = {seed: value for seed, run in runs.items() if (value := measured(run, name)) is not None}
-    pairs = [(value, measured(base[seed], name)) for seed, value in values.items() if seed in base]
-    ratios = [value / other for value, other in pairs if other]
-    mean = mean_interval(list(values.values())) if len(values) > 1 else None
-    return Ratio(mean, list(values.values()), ratio_interval(ratios) if len(ratios) > 1 else None, ratios)
+def _interval(values: list[float], interval: Callable[[list[float]], Interval]) -> Interval | None:
+    if len(values) < 2:
+        return None
+    if math.inf in values:  # the loss of a run that diverged
+        return Interval(math.inf, min(values), math.inf, 1.0, len(values))
+    return interval(values)

@@ -312,7 +312,7 @@ def test_while_others_used_the_cpus_a_speed_is_not_judged_and_the_loss_is(runs: 
             runs.add(arm, seed, hardware={"device": device})
             runs.outcomes[-1].others_cpu = share
     bf16 = runs.judged()["bf16"]
-    busy = "other processes used 30% of the CPUs; measure again on a quiet machine, with another name=…"
+    busy = "other processes used 30% of the CPUs; measure again on a quiet machine, with another output_dir=…"
     assert (bf16.speed.why, bf16.quality.verdict) == ("" if device == "cuda:0" else busy, EQUIVALENT)
 
 

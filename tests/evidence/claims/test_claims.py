@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,8 +14,9 @@ import torch
 import yaml
 
 from evidence.claims import claims, reproduce
-from evidence.claims.claims import Claim, Criterion, lacking, load, names
-from evidence.claims.reproduce import CONFIRMED, NOT_HERE, REFUTED, Finding, combine, evaluate, main, shown
+from evidence.claims.claims import CONFIRMED, REFUTED, Claim, Criterion, lacking, load, names
+from evidence.claims.reproduce import main, row_of
+from evidence.comparison.judge import Ratio
 from evidence.runs import Outcome, Runner
 from mantissa.shell import Ended
 from mantissa.statistics import INCONCLUSIVE, Interval
@@ -85,8 +87,13 @@ def test_a_file_becomes_arms_that_end_in_their_own_overrides(tmp_path: Path) -> 
         ({"criteria": [LOSS]}, "no criterion decides; give one at_least"),
         ({"criteria": [SPEED | {"at_most": 1.0}]}, "at_least: 2 is above at_most: 1; swap them"),
         ({"related": "one model is not many"}, "related leaves no verdict; drop the bounds"),
-        ({"repeats": 1}, "repeats=1 gives no interval"),
+        ({"repeats": 2}, "repeats: 2 is too few; set repeats: 3"),
         ({"needs": ["cude"]}, "did you mean 'cuda'?"),
+        ({"criteria": [SPEED | {"at_leest": 2.0}]}, "Key 'at_leest' not in 'Criterion'"),
+        ({"criteria": [SPEED | {"at_least": "2x"}]}, "at_least: Value '2x' of type 'str'"),
+        ({"criteria": [SPEED | {"measure": "sped"}]}, "measure=sped is unknown"),
+        ({"criteria": [{"measure": "speed"}]}, "missing mandatory value: arm"),
+        (b"a claim", "Key 'a claim' not in 'Claim'"),
         (b"source: a\nsource: b", "found duplicate key source"),
         (b"statement: \xe4", "'utf-8' codec"),
     ],
@@ -143,6 +150,29 @@ def test_the_claim_in_the_docs_is_one(tmp_path: Path) -> None:
 # --- verdicts ---
 
 
+@pytest.mark.parametrize(
+    ("bounds", "verdict"),
+    [
+        ({"at_least": 1.9}, CONFIRMED),
+        ({"at_least": 2.2}, REFUTED),
+        ({"at_least": 2.0}, INCONCLUSIVE),
+        ({"at_most": 2.1}, CONFIRMED),
+        ({"at_most": 1.8}, REFUTED),
+        ({"at_most": 2.0}, INCONCLUSIVE),
+        ({"at_least": 1.9, "at_most": 2.1}, CONFIRMED),
+        ({"at_least": 1.0, "at_most": 1.8}, REFUTED),
+        ({"at_least": 1.0, "at_most": 2.0}, INCONCLUSIVE),
+        ({"at_least": 2.0, "at_most": 2.05}, INCONCLUSIVE),  # both ends are outside, the mean may be within
+        ({}, ""),
+    ],
+)
+def test_an_interval_decides_only_where_no_bound_is_in_it(bounds: dict[str, float], verdict: str) -> None:
+    beside = Interval(9.0, 9.0, 9.0, 0.95, 3)
+    interval = Interval(2.02, 1.9, 2.1, 0.95, 3)
+    assert Criterion("speed", "fast", "slow", **bounds).verdict(Ratio(beside, ratio=interval)) == verdict
+    assert Criterion("speed", "fast", **bounds).verdict(Ratio(interval, ratio=beside)) == verdict
+
+
 def outcome(arm: str, seed: int, speed: float | None = 100.0, loss: float | None = 2.0, code: int = 0) -> Outcome:
     summary: dict[str, Any] = {
         "status": "FINISHED" if code == 0 else "FAILED",
@@ -154,95 +184,79 @@ def outcome(arm: str, seed: int, speed: float | None = 100.0, loss: float | None
     return Outcome(arm, seed, Path("nowhere"), code, "it broke" if code else "", 60.0, summary)
 
 
-def runs(arm: str, *speeds: float) -> list[Outcome]:
-    return [outcome(arm, seed, speed) for seed, speed in enumerate(speeds)]
+def losses(arm: str, *values: float | None) -> list[Outcome]:
+    """Runs that ended with these losses; None: it diverged."""
+    return [outcome(arm, seed, loss=loss, code=0 if loss else 3) for seed, loss in enumerate(values)]
 
 
-def losses(arm: str, *values: float) -> list[Outcome]:
-    return [outcome(arm, seed, loss=loss) for seed, loss in enumerate(values)]
-
-
-def speed(**bounds: Any) -> Criterion:
-    return Criterion("speed", "fast", "slow", **bounds)
-
-
-SLOW = runs("slow", 100, 110, 90)
-FAST = runs("fast", 201, 219, 182)  # 2.01, 1.99, 2.02 times as fast
 BASE = losses("base", 2.0, 2.0, 2.0)
 
 
 @pytest.mark.parametrize(
-    ("bounds", "verdict"),
-    [
-        ({"at_least": 1.9}, CONFIRMED),
-        ({"at_least": 2.1}, REFUTED),
-        ({"at_least": 2.03}, INCONCLUSIVE),  # the median alone does not refute
-        ({"at_most": 1.98}, INCONCLUSIVE),
-        ({"at_most": 2.1}, CONFIRMED),
-        ({"at_least": 1.9, "at_most": 2.1}, CONFIRMED),
-        ({"at_least": 1.0, "at_most": 2.01}, INCONCLUSIVE),
-        ({}, ""),
-    ],
+    ("diverged", "at_most", "at_least"),
+    [((None, None, None), REFUTED, CONFIRMED), ((2.0, None, None), INCONCLUSIVE, INCONCLUSIVE)],
 )
-def test_the_whole_interval_of_pairs_of_a_seed_decides(bounds: dict[str, float], verdict: str) -> None:
-    finding = evaluate(speed(**bounds), [*SLOW, *reversed(FAST)])
-    assert finding.verdict == verdict
-    assert finding.found is not None
-    assert finding.found.mean == pytest.approx(2.0077, abs=1e-4)
-    assert 1.95 < finding.found.low < 2.0 < finding.found.high < 2.06
+def test_the_loss_of_a_run_that_diverged_is_above_all_bounds(
+    diverged: tuple[float | None, ...], at_most: str, at_least: str
+) -> None:
+    for measure in ("loss", "best_loss"):
+        below, above = (Criterion(measure, "a", "base", **bound) for bound in ({"at_most": 1.1}, {"at_least": 1.1}))
+        row = row_of(below, [*BASE, *losses("a", *diverged)])
+        assert (below.verdict(row), above.verdict(row)) == (at_most, at_least)
 
 
-def test_a_run_that_diverged_has_an_infinite_loss() -> None:
-    worse = Criterion("loss", "pure", "base", at_least=1.1)
-    finding = evaluate(worse, [*BASE, *(outcome("pure", seed, loss=None, code=3) for seed in range(3))])
-    assert (finding.verdict, shown(finding)) == (CONFIRMED, "inf")
-    mixed = [outcome("pure", 0, loss=2.0), *(outcome("pure", seed, code=3) for seed in (1, 2))]
-    assert evaluate(worse, [*BASE, *mixed]).verdict == INCONCLUSIVE
-
-
-def test_a_single_quantity_has_to_keep_its_bounds_in_every_run() -> None:
+def test_without_a_baseline_the_mean_is_bounded() -> None:
     of = Criterion("best_loss", "a", at_most=1.95)
-    assert evaluate(of, losses("a", 1.90, 1.94)).verdict == CONFIRMED
-    finding = evaluate(of, losses("a", 1.90, 1.96))
-    assert finding.found is not None
-    assert (finding.verdict, finding.found.low, finding.found.high) == (REFUTED, 1.90, 1.96)
+    assert of.verdict(row_of(of, losses("a", 1.90, 1.91, 1.92))) == CONFIRMED
+    assert of.verdict(row_of(of, losses("a", 1.90, 1.91, 1.97))) == INCONCLUSIVE
+    assert of.verdict(row_of(of, losses("a", 2.00, 2.01, 2.02))) == REFUTED
     assert (of.quantity(), of.bounds()) == ("best validation loss, a", "≤ 1.95")
+    none = Criterion("loss", "a", "zero", at_most=2.0)
+    assert none.verdict(row_of(none, [*losses("a", 1.0, 1.0, 1.0), *losses("zero", *[-1.0] * 3)])) == INCONCLUSIVE
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "why"),
+    ("changed", "measure", "why"),
     [
-        ([*SLOW, *FAST[:2], outcome("fast", 2, code=1)], "fast, seed 2, it broke"),
-        ([SLOW[0], outcome("slow", 1, speed=None), *FAST[:2]], "slow, seed 1, was not measured"),
-        ([SLOW[0], FAST[0]], "too few runs for an interval"),
+        (outcome("a", 2, code=1), "speed", "2 of 3 pairs finished, and a verdict needs 3"),
+        (outcome("a", 3, code=1), "loss", "a run failed"),
+        (outcome("a", 3, code=3), "loss", ""),
         (
-            [*SLOW, *(replace(one, others_cpu=0.4) for one in FAST)],
-            "other processes used 40% of the CPUs; measure again on a quiet machine, with another name=…",
+            replace(outcome("a", 2), others_cpu=0.4),
+            "minutes",
+            "other processes used 40% of the CPUs; measure again on a quiet machine, with another output_dir=…",
         ),
+        (replace(outcome("a", 2), others_cpu=0.4), "loss", ""),
     ],
 )
-def test_what_is_missing_leaves_the_verdict_open_and_is_reported(outcomes: list[Outcome], why: str) -> None:
-    finding = evaluate(speed(at_least=1.5), outcomes)
-    assert (finding.verdict, finding.why) == (INCONCLUSIVE, why)
-
-
-def test_a_claim_stands_where_all_its_criteria_do() -> None:
-    assert combine([CONFIRMED, CONFIRMED, ""]) == CONFIRMED
-    assert combine([CONFIRMED, REFUTED, INCONCLUSIVE]) == REFUTED
-    assert combine([CONFIRMED, INCONCLUSIVE]) == INCONCLUSIVE
-    assert combine(["", ""]) == NOT_HERE
+def test_what_leaves_a_verdict_open_is_reported(changed: Outcome, measure: str, why: str) -> None:
+    runs = [outcome(arm, seed) for arm in ("a", "base") for seed in range(4 if changed.seed == 3 else 3)]
+    outcomes = [run for run in runs if (run.arm, run.seed) != (changed.arm, changed.seed)] + [changed]
+    for over in ("base", ""):
+        row = row_of(Criterion(measure, "a", over, at_least=0.1), outcomes)
+        assert row.why == why
+        assert Criterion(measure, "a", over, at_least=0.1).verdict(row) == (INCONCLUSIVE if why else CONFIRMED)
 
 
 @pytest.mark.parametrize(
-    ("criterion", "three", "words"),
+    ("criterion", "ends", "words"),
     [
-        (speed(), (2.0, 1.9, 2.1), "2.00x [1.90, 2.10]"),
-        (Criterion("speed", "fast"), (12345.6, 1.0, 12345.6), "12,346 [1, 12,346]"),
-        (Criterion("loss", "a", "b"), (1.0001, 0.9998, 1.0003), "+0.01 % [-0.02, +0.03]"),
+        (Criterion("speed", "a", "b", published="2x"), (2.0, 1.9, 2.1), "throughput, a over b: 2.00x [1.90, 2.10]"),
+        (Criterion("speed", "a", published="2x"), (12345.6, 1.0, 12345.6), "throughput, a: 12,346 [1, 12,346]"),
+        (
+            Criterion("loss", "a", "b", published="2x"),
+            (1.0001, 0.9998, 1.0003),
+            "final validation loss, a over b: +0.01 % [-0.02, +0.03]",
+        ),
+        (Criterion("loss", "a", "b", published="2x"), (math.inf,) * 3, "final validation loss, a over b: inf"),
     ],
 )
-def test_numbers_are_shown_with_their_interval(criterion: Criterion, three: tuple[float, ...], words: str) -> None:
-    assert shown(Finding(criterion, "", Interval(*three, 0.95, 3))) == words
+def test_what_is_measured_stands_beside_what_is_published(
+    criterion: Criterion, ends: tuple[float, float, float], words: str
+) -> None:
+    interval = Interval(*ends, 0.95, 3)
+    row = Ratio(None, ratio=interval, why="a doubt") if criterion.over else Ratio(interval, why="a doubt")
+    assert reproduce._line(criterion, row) == f"  {words}  published 2x  a doubt"
 
 
 # --- the command ---
@@ -312,7 +326,7 @@ def test_the_speed_of_an_arm_in_fp32_arithmetic_is_not_tested_its_quality_is(
     run_claim(mine)
     printed = capsys.readouterr().out
     assert "mine: CONFIRMED" in printed
-    assert f"throughput, fp16 over fp32: not measured  criterion ≥ 2  published 2x  not testable: {WIDE}" in printed
+    assert f"throughput, fp16 over fp32: not measured  published 2x  NOT TESTABLE HERE: {WIDE}" in printed
     both = claim(tmp_path, arms=arms, criteria=[SPEED | {"arm": "fp16"}, LOSS | {"arm": "fp16", "at_most": 9.0}])
     assert both.to_run(AMX) == ["fp32", "fp16"]
     assert claim(tmp_path, arms=arms, criteria=[SPEED | {"arm": "fp16"}]).to_run(AMX) == []
@@ -327,8 +341,11 @@ def test_overrides_that_train_would_refuse_are_refused_before_anything_is_run(
     assert "evidence/claims/published/mine.yaml: arm bf16: stepps" in capsys.readouterr().err
 
 
-def test_the_list_is_a_line_a_claim_first_those_that_can_be_tested_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["device=cpu"]) == 0
+def test_the_list_is_a_line_a_claim_first_those_that_can_be_tested_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reproduce, "detect", lambda device: AMX)
+    assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     listed = [line.split()[0] for line in lines if line.startswith("  ")]
