@@ -127,7 +127,7 @@ class FolderImages(DecodedImages):
 
 
 def find_images(folder: str, passed: Counter[str]) -> list[str]:
-    """Return the images in a folder and below it, sorted, but for what is hidden; count other files in ``passed``."""
+    """Return the images in a folder and below it, sorted, but for hidden ones; count other files in ``passed``."""
     from torchvision.datasets.folder import make_dataset
 
     def is_image(file: str) -> bool:
@@ -243,9 +243,8 @@ def _split(classes: dict[str, list[str]], fraction: float) -> tuple[dict[str, li
 
 def _copies(files: Sequence[str], others: Sequence[str]) -> list[tuple[str, str]]:
     """Return files with the content of one of the others, and that one; of many files, some are compared."""
-    some, against = (
-        filter(os.path.exists, each[:: len(each) // 1000 + 1]) for each in (files, others)
-    )  # not dead links
+    # A dead link has no size; it is told where it is decoded.
+    some, against = (filter(os.path.exists, each[:: len(each) // 1000 + 1]) for each in (files, others))
     sizes: dict[int, list[str]] = {}
     for file in against:
         sizes.setdefault(os.path.getsize(file), []).append(file)
