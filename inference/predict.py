@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,7 @@ from inference.load import Exported
 from inference.options import PredictOptions
 from inference.run_config import RunConfig, configure
 from recipes.data.images.augment import ImageNet
-from recipes.data.images.folder import FolderImages
-from recipes.data.images.layout import EXTENSIONS, numbers, read
+from recipes.data.images.folder import EXTENSIONS, FolderImages, find_images, numbers
 from recipes.data.images.source import ImageDatasets
 from trainer.config.options import parse
 from trainer.data.evaluation import evaluation_samples
@@ -63,10 +63,9 @@ def predict(arguments: list[str]) -> int:
             f"run={exported.given} is a {exported.recipe}, which does not classify images; "
             "give a run of recipe=resnet, or use scripts/evaluate.py"
         )
-    path = Path(options.path).expanduser()
-    folder = None if path.is_file() else read(str(path))
-    files = [Path(file) for file in folder.files()] if folder else [path]
-    passed = f"; passed over: {numbers(folder.passed)}" if folder and folder.passed.total() else ""
+    path, others = Path(options.path).expanduser(), Counter[str]()
+    files = [path] if path.is_file() else [Path(file) for file in find_images(str(path), others)]
+    passed = f"; passed over: {numbers(others)}" if others.total() else ""
     if not files:
         raise UserError(f"path={path}: no images in this folder (looked for {', '.join(EXTENSIONS)}{passed})")
     run = configure(exported, overrides, with_data=False)

@@ -6,7 +6,10 @@ import filecmp
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+import shlex
+import unicodedata
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +19,39 @@ import numpy as np
 import torch
 
 from mantissa.display import shortened
-from recipes.data.images.layout import PARTS, TEST, TRAINING, VALIDATION, WANTED, Folder, arrange, numbers, read
 from recipes.data.images.pixels import DecodedImages
 from recipes.data.images.source import ImageDatasets, ImageSource
+from trainer.config.command_line import as_typed
 from trainer.data.contract import check_no_overlap
 from trainer.errors import UserError, check_range
 
 log = logging.getLogger("mantissa")
+
+EXTENSIONS = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".jp2"),
+    *(".ppm", ".pgm", ".pbm", ".pnm"),
+)
+TRAINING, VALIDATION, TEST = PARTS = ("training", "validation", "test")
+_SPLITS = {
+    **dict.fromkeys(("train", "training"), TRAINING),
+    **dict.fromkeys(("val", "valid", "validation"), VALIDATION),
+    **dict.fromkeys(("test", "testing"), TEST),
+}
+LAYOUT = """\
+    photos/
+      train/
+        cat/1.jpg, 2.jpg, ...
+        dog/3.jpg, 4.jpg, ...
+      val/
+        cat/5.jpg, ...
+        dog/6.jpg, ...
+      test/
+        cat/7.jpg, ...
+        dog/8.jpg, ..."""
+WANTED = (
+    "data.path must be a folder like photos/ (val/ and test/ may be missing) or its train/, data.test one like test/:"
+    f"\n{LAYOUT}"
+)
 
 
 @dataclass
@@ -31,12 +60,12 @@ class ImageFolder(ImageSource):
 
     kind: ClassVar[str] = "imagefolder"
     path: str = ""
-    """Folder with one folder per class, or with ``train/`` and ``val/`` (or the like) that have one per class."""
+    """Folder with one folder per class, or with ``train/`` (and ``val/``, ``test/``) folders that hold such folders."""
     valid_fraction: float = 0.1
     """Fraction of each class held out for validation, if there is no ``val/``; a hash of the file names picks them."""
     test: str | None = None
     """Test images, one folder per class, evaluated once, at the end, with the best weights; null: ``test/`` beside
-    ``train/``, if it has images in class folders."""
+    ``train/``, if there is one."""
     on_error: str = "error"
     """What to do about an image that cannot be decoded. error: save a checkpoint and stop; skip: count it and take the
     next image."""
@@ -44,54 +73,42 @@ class ImageFolder(ImageSource):
     def __post_init__(self) -> None:
         check_range("data.valid_fraction", self.valid_fraction, "(0, 1)")
         if not self.path:
-            raise UserError(f"missing required option: data.path; set {WANTED}, as in data.path=/folder")
+            raise UserError(f"missing required option: data.path; {WANTED}")
         for key, path in (("data.path", self.path), ("data.test", self.test or ".")):
             if not Path(path).expanduser().is_dir():
-                raise UserError(f"{key}={path} is not a folder (unpack an archive); set {WANTED}")
+                raise UserError(f"{key}={path} is not a folder (unpack an archive); {WANTED}")
 
     def images(self, image_size: int | None) -> ImageDatasets:
         """Find the images; squares of 224 pixels by default.
 
         Raises:
-            UserError: no images, fewer than two classes, or folders that can be read in two ways.
+            UserError: the folders are not as ``LAYOUT`` shows, or a class has too few images.
         """
-        root = read(os.path.expanduser(self.path))
-        folders = arrange(root)
+        passed: Counter[str] = Counter()
+        folders = _splits(os.path.expanduser(self.path))
         if self.test:
-            folders[TEST] = read(os.path.expanduser(self.test)).unwrapped(TEST)
-        train = folders[TRAINING]
-        for each in folders.values():
-            if not each.folders:
-                raise UserError(f"{each.path} has no folders of images; set {WANTED}")
-            if unknown := sorted(each.folders.keys() - train.folders.keys()):
-                raise UserError(f"{each.path} has the class {unknown[0]}, which {train.path} does not have; rename it")
-        files = {part: {name: each.files() for name, each in found.folders.items()} for part, found in folders.items()}
-        if train.empty:
-            log.warning("%s has folders without images, which are no classes: %s", train.path, shortened(train.empty))
+            folders[TEST] = os.path.expanduser(self.test)
+        files = _read(folders, passed)
         classes = sorted(files[TRAINING])
         plain = {"".join(name.casefold().split()) if len(name) > 1 else name: name for name in classes}  # A, a: letters
         if again := sorted({*classes} - {*plain.values()}):
             log.warning("classes differ from %s in case or blanks only; join those that are one", shortened(again))
-        deep = [each for each in map(Folder.unwrapped, train.folders.values()) if len(each.folders) > 1]
-        if 2 * len(deep) > len(classes):
-            message = "%s is one class, with all in %s; if these are the classes, set data.path=%s, or move them up"
-            log.warning(message, deep[0].path, shortened(sorted(deep[0].folders)), deep[0].path)
-        origin = ", ".join(f"{part} {found.path}" for part, found in folders.items())
+        origin = ", ".join(f"{part} {folder}" for part, folder in folders.items())
         if VALIDATION not in files:
             files[TRAINING], files[VALIDATION] = _split(files[TRAINING], self.valid_fraction)
             lone = f" but {lone} with one image" if (lone := [*files[VALIDATION].values()].count([])) else ""
             origin += f", validation {self.valid_fraction:.3g} of each class{lone}"
         flat = {part: [file for members in found.values() for file in members] for part, found in files.items()}
         for role in (TRAINING, VALIDATION) if TEST in files else ():
-            check_no_overlap(f"data.test={folders[TEST].path}", flat[TEST], flat[role], role)
+            check_no_overlap(f"data.test={folders[TEST]}", flat[TEST], flat[role], role)
         for part in (VALIDATION, TEST):
             if copies := _copies(flat.get(part, []), flat[TRAINING]):
                 message = "at least %d of the %s images are training images, too (%s is %s); results look too good"
                 log.warning(message, len(copies), part, *copies[0])
         parts = {part: FolderImages(files[part], classes, self.on_error) for part in PARTS if part in files}
         size, side = image_size or 224, parts[TRAINING].shorter_side()
-        passed = f"; passed over: {numbers(root.passed)}" if root.passed.total() else ""
-        title = f"{self.kind} ({origin}{passed})"
+        left_out = f"; passed over: {numbers(passed)}" if passed.total() else ""
+        title = f"{self.kind} ({origin}{left_out})"
         return self.opened(title, f"data.path={self.path}", parts, classes, size, side, decodes=True)
 
 
@@ -109,6 +126,111 @@ class FolderImages(DecodedImages):
         return file, file
 
 
+def find_images(folder: str, passed: Counter[str]) -> list[str]:
+    """Return the images in a folder and below it, sorted, but for hidden ones; count other files in ``passed``."""
+    from torchvision.datasets.folder import make_dataset
+
+    def is_image(file: str) -> bool:
+        if any(map(_is_hidden, file[len(folder) :].split(os.sep))):
+            return False
+        passed[_suffix(file)] += not file.lower().endswith(EXTENSIONS)
+        return file.lower().endswith(EXTENSIONS)
+
+    return sorted(file for file, _ in make_dataset(folder, {"": 0}, is_valid_file=is_image, allow_empty=True))
+
+
+def numbers(of: Counter[str]) -> str:
+    """Return counts in words, the highest first."""
+    return shortened([f"{number:,} {name}" for name, number in of.most_common() if number])
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name.lower() == "__macosx"  # which macOS adds to archives
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(EXTENSIONS) and not _is_hidden(name)
+
+
+def _suffix(name: str) -> str:
+    return os.path.splitext(name)[1].lower() or "without a suffix"
+
+
+def _folders(path: str) -> list[str]:
+    """Return the names of the folders in a folder, sorted, but for hidden ones."""
+    from torchvision.datasets.folder import find_classes
+
+    with suppress(FileNotFoundError):  # there is none
+        return [name for name in find_classes(path)[0] if not _is_hidden(name)]
+    return []
+
+
+def _contents(path: str) -> str:
+    """Say what is in a folder, but for what is hidden: ``the folders a, b and files (3 .jpg, 1 .csv)``."""
+    folders = _folders(path)
+    files = Counter(_suffix(name) for name in os.listdir(path) if name not in folders and not _is_hidden(name))
+    named = f"the folder{'s' * (len(folders) > 1)} {shortened(folders)}"
+    return " and ".join([named] * bool(folders) + [f"files ({numbers(files)})"] * bool(files)) or "nothing in it"
+
+
+def _splits(path: str) -> dict[str, str]:
+    """Return the folders of ``training`` and, where there are any, of ``validation`` and ``test``: theirs are classes.
+
+    Raises:
+        UserError: ``train/`` is missing beside another split, is there twice, or has other folders beside it.
+    """
+    roles = {name: _SPLITS.get(name.lower()) for name in _folders(path)}
+    splits = {role: os.path.join(path, name) for name, role in roles.items() if role}
+    has_classes = TRAINING in splits and _folders(splits[TRAINING])
+    if not has_classes and (None in roles.values() or not roles):  # train/ may be a class: pictures of trains
+        return {TRAINING: path}
+    if TRAINING not in splits or len(splits) < len(roles):
+        raise UserError(f"{path} has {_contents(path)}, not train/ with only val/ and test/ beside it; {WANTED}")
+    return {part: splits[part] for part in PARTS if part in splits}
+
+
+def _read(folders: Mapping[str, str], passed: Counter[str]) -> dict[str, dict[str, list[str]]]:
+    """Return the images of each class of each split, see ``find_images``.
+
+    Raises:
+        UserError: there are no folders of two classes, one of them has no images, or one is not in the training split.
+    """
+    train = folders[TRAINING]
+    if len(names := _folders(train)) < 2:
+        remedy = ""
+        with suppress(UserError):  # an archive may have all in one folder
+            if names and len(folders) == 1 and _read(_splits(inner := os.path.join(train, names[0])), Counter()):
+                remedy = f"set {shlex.quote(f'data.path={as_typed(inner)}')}; "
+        raise UserError(f"{train} has {_contents(train)}, and no folders of two classes or more; {remedy}{WANTED}")
+    files = {part: _classes(folder, passed) for part, folder in folders.items()}
+    for part, folder in folders.items():
+        if unknown := sorted(files[part].keys() - files[TRAINING].keys()):
+            raise UserError(
+                f"{folder} has the class {unknown[0]}, which {train} does not have; rename it or move it out; {WANTED}"
+            )
+    return files
+
+
+def _classes(path: str, passed: Counter[str]) -> dict[str, list[str]]:
+    """Return the images of each class.
+
+    Raises:
+        UserError: there are no folders of classes, or one of them has no images, but perhaps folders of some.
+    """
+    names = _folders(path)
+    if not names:
+        raise UserError(f"{path} has {_contents(path)}, and no folders of classes; {WANTED}")
+    places = {name: os.path.join(path, name) for name in names}
+    for place in places.values():
+        if not any(map(_is_image, os.listdir(place))):
+            raise UserError(f"{place} has {_contents(place)}, and no images ({', '.join(EXTENSIONS)}); {WANTED}")
+    composed = {unicodedata.normalize("NFC", name): place for name, place in places.items()}
+    if len(composed) == len(places):  # an umlaut is one character or two, by the system that wrote the name
+        places = composed
+    passed["outside of class folders"] += sum(map(_is_image, os.listdir(path)))
+    return {name: find_images(place, passed) for name, place in places.items()}
+
+
 def _split(classes: dict[str, list[str]], fraction: float) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """Keep a part of each class for validation: at least one image, never the last one."""
     train, valid = {}, {}
@@ -121,7 +243,8 @@ def _split(classes: dict[str, list[str]], fraction: float) -> tuple[dict[str, li
 
 def _copies(files: Sequence[str], others: Sequence[str]) -> list[tuple[str, str]]:
     """Return files with the content of one of the others, and that one; of many files, some are compared."""
-    some, against = (each[:: len(each) // 1000 + 1] for each in (files, others))
+    # A dead link has no size; it is told where it is decoded.
+    some, against = (filter(os.path.exists, each[:: len(each) // 1000 + 1]) for each in (files, others))
     sizes: dict[int, list[str]] = {}
     for file in against:
         sizes.setdefault(os.path.getsize(file), []).append(file)
