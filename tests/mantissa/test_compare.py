@@ -51,7 +51,7 @@ class Commands:
         return self.add(arm, lambda seed: 2.5 + NOISE[seed % 1000] + shift + spread * PAIRED[seed % 1000])
 
     def compare(self, *arguments: str) -> int:
-        return main(["compare", *arguments, "--metric", "val loss ([0-9.]+)", "--report", str(self.report)])
+        return main(["compare", *arguments, "--metric", "val loss", "--report", str(self.report)])
 
     def ran(self) -> list[str]:
         path = self.folder / "ran"
@@ -228,7 +228,7 @@ def test_a_log_with_steps_says_how_many_it_takes_to_the_final_metric_of_the_firs
     )
     never = commands.add("never", lambda seed: curve(*(each + NOISE[seed % 1000] for each in ends[:2])))
     diverged = commands.add("diverged", lambda seed: curve(*ends) + "val loss nan")
-    options = ["--step", "step ([0-9]+)", *["--higher-is-better"] * (sign < 0)]
+    options = ["--step", "step", *["--higher-is-better"] * (sign < 0)]
     for part, arms in (("a", [fast]), ("b", [never, diverged])):
         commands.report = commands.folder / part
         assert commands.compare(base, *arms, *options) == (part == "b")
@@ -242,10 +242,7 @@ def test_a_log_with_steps_says_how_many_it_takes_to_the_final_metric_of_the_firs
 
 
 def test_a_log_in_which_no_step_is_found_is_a_mistake(commands: Commands, capsys: pytest.CaptureFixture[str]) -> None:
-    for step, why in (
-        ("epoch ([0-9]+)", "printed nothing that 'epoch ([0-9]+)' matches"),
-        ("(", "no regular expression"),
-    ):
+    for step, why in (("epoch", "printed no number behind the text 'epoch'"), (" ", "--step is empty")):
         assert commands.compare(commands.base(), commands.like("same"), "--step", step) == 2
         assert why in capsys.readouterr().err
 
@@ -269,7 +266,11 @@ def test_an_arm_that_diverges_where_the_first_does_not_is_worse(commands: Comman
     ("command", "reported"),
     [
         ("echo {seed}; echo no such file >&2; exit 3", "ended with exit code 3; its last lines: 0 / no such file"),
-        ("echo loss {seed}", "printed nothing that 'val loss ([0-9.]+)' matches; its last lines: loss 0"),
+        ("echo loss {seed}", "printed no number behind the text 'val loss'; its last lines: loss 0"),
+        (
+            "echo Val_loss: {seed}; echo val loss: high; echo done",
+            "printed no number behind the text 'val loss'; lines that are close: Val_loss: 0 / val loss: high",
+        ),
         ("sleep 100 & echo {seed}; wait", "was still running after 0.2 s and was ended; its last lines: 0"),
     ],
 )
@@ -310,7 +311,7 @@ def test_more_seeds_are_another_look_and_the_same_again_is_none(commands: Comman
     [
         ([], "two commands or more"),
         (["echo val loss 1"], "`echo val loss 1` has no {seed}; write {seed} where it takes the seed"),
-        (["SAME", "--metric", "loss ("], "is no regular expression"),
+        (["SAME", "--metric", ""], "--metric is empty"),
         (["SAME", "--report", "/proc/none"], "--report /proc/none cannot be made"),
         (["SAME", "--margin", "3"], "a margin of 3 must be above 0 and below 1"),
         (["SAME", "--seeds", "3"], "seed 3 was judged before and is left out now; keep all seeds"),
@@ -322,7 +323,7 @@ def test_mistakes(commands: Commands, change: list[str], reported: str, capsys: 
     assert commands.compare(base, same) == 0
     ran = commands.ran()
     others = [{"BASE": base, "SAME": same}.get(word, word) for word in change[:1]]
-    metric = ["--metric", "val loss ([0-9.]+)"]
+    metric = ["--metric", "val loss"]
     assert main(["compare", base, *others, *metric, "--report", str(commands.report), *change[1:]]) == 2
     assert reported in capsys.readouterr().err
     assert commands.ran() == ran
@@ -437,14 +438,17 @@ def test_an_interrupted_comparison_ends_its_run_and_continues(commands: Commands
     os.mkfifo(pipe)
     waits = f"(test -p {pipe} && echo $$ > {pipe} && sleep 1000); "  # tells the test, once
     arms[1] = f"test {{seed}} != 1 || {waits}{arms[1]}"
-    command = [sys.executable, "-m", "mantissa", "compare", *arms, "--metric", "val loss ([0-9.]+)"]
+    command = [sys.executable, "-m", "mantissa", "compare", *arms, "--metric", "val loss"]
     process = subprocess.Popen([*command, "--report", str(commands.report)], stderr=subprocess.PIPE, text=True)
     child = int(pipe.read_text())
     while "wait" not in Path(f"/proc/{process.pid}/wchan").read_text():  # the command has begun before Popen returns
         time.sleep(0.01)
     process.send_signal(signal_number)
     _, errors = process.communicate()
-    assert (process.returncode, errors) == (130, "loading torch …\ninterrupted; the same command continues\n")
+    assert (process.returncode, errors) == (
+        130,
+        "loading torch …\ninterrupted; the same command continues\n",
+    )
     assert ends(child)
     before = commands.ran()
     assert before == ["fp32 0", "same 0"]
