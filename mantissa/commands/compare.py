@@ -18,6 +18,7 @@ from pathlib import Path
 from mantissa import shell
 from mantissa.commands import report_folder
 from mantissa.compare import SEED_SHIFT, Comparison, Run, Store
+from mantissa.display import counted
 from mantissa.errors import UsageError
 
 SEED = "{seed}"
@@ -27,8 +28,11 @@ Run each command with several seeds, in turns and in fresh processes, and say wh
 first: EQUIVALENT, WORSE, BETTER or INCONCLUSIVE. Write {SEED} in each command for the seed. A command may choose its
 folder, commit or interpreter: "cd old && python train.py --seed {SEED}".
 
-A command that is given again runs with other seeds (plus {SEED_SHIFT}), which shows the noise. What has ended is kept:
-the same command continues after a stop, and more --seeds continue a comparison with stricter tests.
+A command that is given again runs with other seeds (plus {SEED_SHIFT}), which shows the noise.
+
+Runs that have ended are kept. --continue goes on after a stop, retries what failed, and runs more --seeds, with
+stricter tests. It refuses if a file that a command names has changed. What else has changed, such as a module or a
+package, it does not know: then begin anew, with another --report.
 
 Exit code: 0 where all are EQUIVALENT to the first, 1 where not, 2 for a mistake, 130 when interrupted.
 """
@@ -56,15 +60,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--higher-is-better", action="store_true", help="the metric is one such as accuracy")
     parser.add_argument("--timeout", type=float, help="seconds after which a run is ended, and has failed")
     parser.add_argument("--report", type=Path, default=Path("mantissa-compare"), help="folder of runs and report")
+    parser.add_argument("--continue", dest="continues", action="store_true", help="reuse the runs that are kept there")
     options = parser.parse_args(arguments)
     arms = _arms(options.commands)
     for option in ("metric", "step"):
         if getattr(options, option) is not None and not getattr(options, option).strip():
             raise UsageError(f"--{option} is empty; give the text that is printed before the number, such as 'loss'")
     comparison = Comparison(arms, options.metric, options.margin, options.higher_is_better)
-    store = Store(report_folder(options.report) / "kept.jsonl")
-    plan = {key: getattr(options, key) for key in ("commands", "metric", "step", "margin", "higher_is_better")}
-    store.begin(plan | _programs(options.commands), range(options.seeds), "give this one another folder with --report")
+    store = _store(options)
     times_before = {label: list(arms.values())[:place].count(arms[label]) for place, label in enumerate(arms)}
 
     def run(arm: str, seed: int) -> Run:
@@ -78,10 +81,12 @@ def main(arguments: list[str]) -> int:
     try:
         comparison.run(range(options.seeds), run, store)
     except UsageError as error:
-        store.add("mistake", str(error))
-        raise
+        if options.continues or not (kept := store.of("run")):
+            raise
+        why = f"since {options.report} keeps {counted(len(kept), 'run')}"
+        raise UsageError(f"{error}; for a corrected comparison name another folder with --report, {why}") from None
     except KeyboardInterrupt:
-        print("interrupted; the same command continues", file=sys.stderr)
+        print("interrupted; the same command with --continue goes on", file=sys.stderr)
         raise
     command = f"python -m mantissa compare {shlex.join(arguments)}"
     page = comparison.write(options.report, command)
@@ -117,43 +122,54 @@ def _arms(commands: Sequence[str]) -> dict[str, str]:
     return arms
 
 
-def _programs(commands: Iterable[str]) -> dict[str, str]:
-    """Return what commands run: digests of the code that they name, by path, and the packages of each Python."""
-    found: dict[str, str] = {}
+def _store(options: argparse.Namespace) -> Store:
+    """Return what is known of the comparison, with its plan: nothing else, or the runs that are kept and continue it.
+
+    Raises:
+        UsageError: runs are kept, and they are not to be continued, or not as they began.
+    """
+    folder, anew = options.report, "name another folder with --report"
+    path = report_folder(folder) / "kept.jsonl"
+    store = Store(path)
+    if not (kept := store.of("run")):
+        path.unlink(missing_ok=True)  # a plan without runs binds nobody
+        store = Store(path)
+    elif not options.continues:
+        raise UsageError(f"{folder} keeps {counted(len(kept), 'run')}; add --continue to go on with them, or {anew}")
+    plan = {key: getattr(options, key) for key in ("commands", "metric", "step", "margin", "higher_is_better")}
+    files = _files(options.commands)
+    store.begin(plan, range(options.seeds), anew, files=files)
+    for name, digest in store.of("plan")[0]["files"].items():
+        if files.get(name) != digest:
+            how = "has changed" if name in files else "is gone"
+            raise UsageError(f"{name} {how} since the runs in {folder} began; {anew}")
+    return store
+
+
+def _files(commands: Iterable[str]) -> dict[str, str]:
+    """Return the digests, by path, of the files that commands name as words and do not write with ``>``."""
+    digests: dict[str, str] = {}
+    written: set[str] = set()
     for command in commands:
         folder, before = Path(), ""
-        for word in re.findall(r"[^\s'\"=;&|()<>]+", command):
+        for writes, word in re.findall(r"(>?)\s*([^\s'\"=;&|()<>]+)", command):
             path = folder / os.path.expanduser(word)
-            if before == "-m":
-                module = folder / word.replace(".", "/")
-                path = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
             if before == "cd":
                 folder = path
-            elif path.suffix in (".py", ".sh", ".yaml", ".yml", ".toml") and os.path.isfile(path):
-                _add_code(path, folder if before == "-m" else path.parent, found)
-            elif program := shutil.which(path) or shutil.which(word):
-                root = Path(program).parents[1]
-                for package in root.glob("lib*/python3*/*-packages/*.dist-info"):
-                    name, _, found_version = package.stem.rpartition("-")
-                    found[f"{name} in {root}"] = found_version
+            elif writes:
+                written.add(str(path))
+            elif digest := _digest(path):
+                digests[str(path)] = digest
             before = word
-    return found
+    return {path: digest for path, digest in digests.items() if path not in written}
 
 
-def _add_code(path: Path, folder: Path, found: dict[str, str]) -> None:
-    """Add the digest of a file, and of what it imports from its own folder and that of the script."""
-    name = os.path.relpath(path)
-    if name in found:
-        return
-    code = path.read_text(encoding="utf-8", errors="replace")
-    found[name] = hashlib.sha256(code.encode()).hexdigest()[:10]
-    for line in re.findall(r"^\s*(?:from|import)\s(.*)", code, re.MULTILINE):
-        modules = [word.replace(".", "/") for word in re.findall(r"\w[\w.]*", line)]
-        for module in [*modules, *("/".join([modules[0], each]) for each in modules[1:])]:
-            for near in (folder / module, path.parent / module):
-                for imported in (near.with_suffix(".py"), near / "__init__.py"):
-                    if imported.is_file():
-                        _add_code(imported, folder, found)
+def _digest(path: str | Path) -> str:
+    """Return the SHA-256 digest of a file; empty: there is none that can be read."""
+    if not (os.path.isfile(path) and os.access(path, os.R_OK)):
+        return ""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _run(arm: str, seed: int, command: str, options: argparse.Namespace) -> Run:

@@ -377,23 +377,35 @@ COMMANDS: list[tuple[str, str, str]] = [
     (f"{SAME_OTHER} --seeds 2", "use 4 or more", f"{SAME_OTHER} --seeds 4"),
     (f"{SAME_OTHER} --margin 3", "such as 0.003", f"{SAME_OTHER} --margin 0.003"),
     *[
-        (f"compare 'echo loss 2.{{seed}}' 'echo loss 2.{{seed}}' {METRIC}", advice, right)
+        (f"compare 'echo loss 2.{{seed}}' 'echo loss 2.{{seed}}' {METRIC}", advice, f"{right} --report another")
         for advice, right in {
             "print 4 decimals": f"compare 'echo loss 2.{{seed}}131' 'echo loss 2.{{seed}}132' {METRIC}",
             "or set a wider margin": f"compare 'echo loss 2.{{seed}}' 'echo loss 2.{{seed}}' {METRIC} --margin 0.1",
+            "for a corrected comparison name another folder with --report": SAME_OTHER,
         }.items()
     ],
     *[
-        (f"compare 'echo loss 2.5 && true {{seed}}' '{OTHER}' {METRIC}", advice, SAME_OTHER)
+        (f"compare 'echo loss 2.5 && true {{seed}}' '{OTHER}' {METRIC}", advice, f"{SAME_OTHER} --report another")
         for advice in ("let the seed change the training", "or print more digits")
     ],
     (f"{SAME_OTHER} --report file/here", "give another folder", f"{SAME_OTHER} --report here"),
+    *[
+        (f"{SAME_OTHER} --report kept", advice, f"{SAME_OTHER} {right}")
+        for advice, right in {
+            "add --continue to go on with them": "--seeds 5 --report kept --continue",
+            "or name another folder with --report": "--report another",
+        }.items()
+    ],
     (
-        f"{SAME_OTHER} --margin 0.01 --report kept",
-        "give this one another folder with --report",
+        f"{SAME_OTHER} --margin 0.01 --report kept --continue",
+        "name another folder with --report",
         f"{SAME_OTHER} --margin 0.01 --report another",
     ),
-    (f"{SAME_OTHER} --seeds 4 --report kept", "keep all seeds", f"{SAME_OTHER} --seeds 5 --report kept"),
+    (
+        f"{SAME_OTHER} --seeds 4 --report kept --continue",
+        "keep all seeds",
+        f"{SAME_OTHER} --seeds 5 --report kept --continue",
+    ),
     ("compere", "use one of doctor, compare, checkup", SAME_OTHER),
     ("doctor nowhere", "give module:function, importable from this folder", "doctor own_loop:step"),
     ("doctor own_loop:model", "must be a function that returns model, loss, batches", "doctor own_loop:step"),
