@@ -1,12 +1,12 @@
 """Measure the project's performance targets, as ratios from one run: ``python benchmarks/bench.py``.
 
   only=memory,precision   run only these measurements (default: all):
-                          precision, kernels, trainer, peers, nanogpt_steps, nanogpt, optimizers, memory, max_batch,
-                          startup, parallel, documented
+                          precision, kernels, trainer, peers, nanogpt_steps, optimizers, memory, max_batch, startup,
+                          parallel, documented
   repeats=5               repeats; the median is shown; with one repeat nothing is kept
   device=auto             as for train.py
   modes=fp16              precisions to measure although their matmuls are too slow here
-  text=FILE               text for nanogpt, such as tinyshakespeare's; else Python's library
+  text=FILE               text for nanogpt_steps, such as tinyshakespeare's; else Python's library
 Each row is printed as soon as it is known, and replaces the earlier one in results/MACHINE.json, from which
 ``python benchmarks/results.py`` fills the tables. A measurement that fails is named, and the others go on.
 Exit code: 0, 1 when a measurement fails, 2 for a user error, 130 when interrupted.
@@ -36,7 +36,6 @@ MEASUREMENTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "trainer": overhead.trainer_cost,
     "peers": peers.peers,
     "nanogpt_steps": nanogpt.nanogpt_steps,
-    "nanogpt": nanogpt.nanogpt,
     "optimizers": ratios.optimizers,
     "memory": overhead.peak_memory,
     "max_batch": ratios.max_batch,

@@ -1,4 +1,4 @@
-"""The language model beside nanoGPT's recipe for a CPU: the time of a step, and the time to a validation loss.
+"""The language model beside nanoGPT's recipe for a CPU: the time of a step.
 
 The baseline is written from the description of that project's model (GPT-2's blocks without biases, exact GELU, tied
 tables, a smaller start of what is added to the residual) and of its loop (random windows of one array, AdamW, a cosine
@@ -9,11 +9,10 @@ No code is shared with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,29 +20,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.jobs import Job, shakespeare
-from benchmarks.rows import ENDLESS, Bench, Row, Times, ratios
-from benchmarks.rows import interleave as interleaved
-from evidence.stopwatch import Block, steps_of, stopwatch
-from mantissa.compare import interleave
+from benchmarks.rows import ENDLESS, Bench, Row, Times, interleave, ratios
+from evidence.stopwatch import steps_of, stopwatch
 from recipes.data.text.tokens import TextDatasets
-from trainer.data.contract import Batch
-from trainer.data.evaluation import evaluation_samples
-from trainer.data.loader import to_device
-from trainer.hardware import Hardware
 from trainer.precision import kernels
 from trainer.trainer import Trainer
 
 CLIP = 1.0
 BETAS = (0.9, 0.99)
 WEIGHT_DECAY = 0.1
-GOAL = 1.89
-"""Validation loss in nats per character: what the recipe reaches with the text of tinyshakespeare."""
-RACES = 3
-PLAIN, AGAIN = "nanoGPT's loop", "the loop again"
-DEFAULT, FAST = "Mantissa", "Mantissa, experiment=shakespeare_fast"
+DEFAULT, PLAIN, AGAIN = "Mantissa", "nanoGPT's loop", "the loop again"
 BLOCKS = 8
 """Short blocks of each loop for a repeat: each gives a ratio, of loops that saw the same load."""
-STEP_TARGET, RACE_TARGET = 0.95, 0.5
+TARGET = 0.95
 
 
 @dataclass(frozen=True)
@@ -179,58 +168,38 @@ class PlainLoop:
         return rows[:, :-1], rows[:, 1:]
 
 
-@dataclass(frozen=True)
-class Contest:
-    """What is measured; tests make it smaller."""
-
-    job: Job
-    """The recipe as published."""
-    fast: Job
-    """With an optimizer that needs fewer steps."""
-    shape: PlainShape = field(default_factory=PlainShape)
-    """Shape of the baseline; the vocabulary is the text's."""
-    rounds: int = 40
-    """Blocks of each contestant on the way to the loss, in turns; each takes its share of its steps."""
-    windows: int = 1000
-    """Number of windows of the validation text, on which all are judged."""
-    judged_from: float = 0.4
-    """The share of the rounds after which losses are looked at."""
-
-    @classmethod
-    def on(cls, text: str) -> Contest:
-        """Return the contest on a file of text."""
-        return cls(shakespeare(text), shakespeare(text, "shakespeare_fast"))
-
-
-def _plain(contest: Contest, trainer: Trainer, seed: int, bf16: bool = False, compiled: bool = False) -> PlainLoop:
+def _plain(shape: PlainShape, trainer: Trainer, seed: int, bf16: bool = False, compiled: bool = False) -> PlainLoop:
     """Return the baseline on a trainer's text."""
     assert isinstance(trainer.datasets, TextDatasets)
     tokens = trainer.datasets.tokens
-    shape = replace(contest.shape, vocabulary=tokens.tokenizer.vocab_size)
+    shape = replace(shape, vocabulary=tokens.tokenizer.vocab_size)
     return PlainLoop(shape, tokens.train, seed, trainer.device, bf16, compiled)
 
 
-def nanogpt_steps(bench: Bench, contest: Contest | None = None) -> Iterator[Row]:
-    """Measure a step beside one of nanoGPT's loop, and of that loop beside itself: what the ratios are worth."""
-    contest = contest or Contest.on(bench.text)
+def nanogpt_steps(bench: Bench, job: Job | None = None, shape: PlainShape | None = None) -> Iterator[Row]:
+    """Measure a step beside one of nanoGPT's loop, and of that loop beside itself: what the ratios are worth.
+
+    Tests make the job, and the shape of the baseline, smaller.
+    """
+    job, shape = job or shakespeare(bench.text), shape or PlainShape()
     for mode, compiled in ((mode, compiled) for mode in ("fp32", "bf16") for compiled in (False, True)):
-        name = f"{contest.job.name}, step, {{}} / {PLAIN}, {mode}{', compiled' * compiled}"
+        name = f"{job.name}, step, {{}} / {PLAIN}, {mode}{', compiled' * compiled}"
         if why := bench.left_out(mode):
             yield Row(name.format(DEFAULT), "x", [], why)
             continue
         options = (f"precision={mode}", f"compile={'default' if compiled else 'off'}")
-        times = _steps(bench, contest, mode == "bf16", compiled, options)
-        how = f"{contest.job.line(*options)}; blocks of {contest.job.steps} steps"
-        yield Row(name.format(DEFAULT), "x", ratios(times, DEFAULT, PLAIN), how, STEP_TARGET)
+        times = _steps(bench, job, shape, mode == "bf16", compiled, options)
+        how = f"{job.line(*options)}; blocks of {job.steps} steps"
+        yield Row(name.format(DEFAULT), "x", ratios(times, DEFAULT, PLAIN), how, TARGET)
         yield Row(name.format(AGAIN), "x", ratios(times, AGAIN, PLAIN), "two instances of the loop")
 
 
-def _steps(bench: Bench, contest: Contest, bf16: bool, compiled: bool, options: tuple[str, ...]) -> Times:
+def _steps(bench: Bench, job: Job, shape: PlainShape, bf16: bool, compiled: bool, options: tuple[str, ...]) -> Times:
     """Return the seconds of the blocks of each loop."""
-    job, hardware = contest.job, bench.hardware
+    hardware = bench.hardware
     trainer = Trainer.from_config(job.config(*options, ENDLESS, f"device={hardware.device}"), hardware)
     loops = {DEFAULT: steps_of(trainer)}
-    loops |= {name: _plain(contest, trainer, seed, bf16, compiled).run for seed, name in enumerate((PLAIN, AGAIN))}
+    loops |= {name: _plain(shape, trainer, seed, bf16, compiled).run for seed, name in enumerate((PLAIN, AGAIN))}
 
     def block(name: str) -> float:
         kernels.clear()  # the kernels of 16-bit operands are the process's, and the others have torch's own
@@ -238,112 +207,4 @@ def _steps(bench: Bench, contest: Contest, bf16: bool, compiled: bool, options: 
             trainer.config.precision.apply(trainer.kernels)
         return stopwatch(loops[name], hardware.device)(job.steps)
 
-    return interleaved({name: partial(block, name) for name in loops}, bench.repeats * BLOCKS)
-
-
-class Point(NamedTuple):
-    """Where a contestant is after a round."""
-
-    seconds: float
-    """Seconds of training alone."""
-    step: int
-    loss: float
-
-
-@dataclass
-class Contestant:
-    """One that trains to the loss."""
-
-    steps: int
-    """Number of steps of its whole run."""
-    block: Block
-    judge: Callable[[], float]
-    """Returns the validation loss on the common windows."""
-    seconds: float = 0.0
-    done: int = 0
-    curve: list[Point] = field(default_factory=list)
-
-    def reached(self, goal: float) -> Point | None:
-        """Return where it first had a loss of ``goal`` or less; None: nowhere."""
-        return next((point for point in self.curve if point.loss <= goal), None)
-
-    def end(self, goal: float) -> str:
-        """Return in words where it reached the loss."""
-        point = self.reached(goal) or self.curve[-1]
-        missed = " (not reached)" * (point.loss > goal)
-        return f"{point.loss:.3f}{missed} after {point.step} steps and {point.seconds:.1f} s"
-
-
-def nanogpt(bench: Bench, contest: Contest | None = None) -> Iterator[Row]:
-    """Measure the time to a loss of ``GOAL``, or to the best that nanoGPT's loop reaches where that is higher.
-
-    One repeat is a whole run of each, with a seed of its own; more than ``RACES`` are not worth their time. A run that
-    does not reach the loss counts as infinite.
-    """
-    contest, hardware = contest or Contest.on(bench.text), bench.hardware
-    jobs = {DEFAULT: contest.job, FAST: contest.fast}
-    found: dict[str, list[float]] = {name: [] for name in jobs}
-    said: dict[str, list[str]] = {name: [] for name in jobs}
-    for seed in range(min(bench.repeats, RACES)):
-        plain = _baseline(contest, seed, hardware)
-        racers = {name: _ours(contest, job, seed, hardware) for name, job in jobs.items()}
-        race([*racers.values(), plain], contest)
-        goal = max(GOAL, min(point.loss for point in plain.curve))
-        end = plain.reached(goal)
-        assert end is not None
-        for name, racer in racers.items():
-            own = racer.reached(goal)
-            said[name].append(f"{racer.end(goal)} against {plain.end(goal)}")
-            found[name].append(own.seconds / end.seconds if own else math.inf)
-    for name, job in jobs.items():
-        how = f"{job.line()}; {'; '.join(said[name])}"
-        target = RACE_TARGET if name == FAST else None
-        yield Row(f"{job.name}, time to the loss, {name} / {PLAIN}", "x", found[name], how, target)
-
-
-def race(racers: Sequence[Contestant], contest: Contest) -> None:
-    """Let all take their steps in turns, so that each round is under the same load, and note their losses."""
-    for racer, number in interleave(racers, range(1, contest.rounds + 1)):
-        steps = racer.steps * number // contest.rounds - racer.done
-        racer.seconds += racer.block(steps)
-        racer.done += steps
-        if number >= contest.judged_from * contest.rounds:
-            racer.curve.append(Point(racer.seconds, racer.done, racer.judge()))
-
-
-def _ours(contest: Contest, job: Job, seed: int, hardware: Hardware) -> Contestant:
-    config = job.config(f"seed={seed}", f"device={hardware.device}")
-    trainer = Trainer.from_config(config, hardware)
-    batches = _windows(trainer, contest.windows)
-
-    @torch.no_grad()
-    def judge() -> float:
-        trainer.model.eval()
-        losses = []
-        for batch in batches:
-            with trainer.config.precision.autocast(trainer.device):
-                losses.append(trainer.recipe.loss(trainer.model, batch).loss_sum.item())
-        trainer.model.train()
-        return sum(losses) / sum(map(trainer.recipe.count_targets, batches))
-
-    return Contestant(trainer.plan.steps, stopwatch(steps_of(trainer), trainer.device), judge)
-
-
-def _baseline(contest: Contest, seed: int, hardware: Hardware) -> Contestant:
-    trainer = Trainer.from_config(contest.job.config("precision=fp32", f"device={hardware.device}"), hardware)
-    loop, batches = _plain(contest, trainer, seed), _windows(trainer, contest.windows)
-
-    @torch.no_grad()
-    def judge() -> float:
-        windows = [batch["tokens"] for batch in batches]
-        losses = [loop.model(tokens[:, :-1], tokens[:, 1:]).item() * len(tokens) for tokens in windows]
-        return sum(losses) / sum(map(len, windows))
-
-    return Contestant(contest.shape.steps, stopwatch(loop.run, loop.device), judge)
-
-
-def _windows(trainer: Trainer, count: int) -> list[Batch]:
-    """Return the common windows of the validation text, spread evenly over it."""
-    valid = trainer.datasets.valid
-    size = trainer.plan.batching.micro_batch_size
-    return [to_device(valid.batch(samples), trainer.device) for samples in evaluation_samples(len(valid), count, size)]
+    return interleave({name: partial(block, name) for name in loops}, bench.repeats * BLOCKS)

@@ -71,7 +71,7 @@ class Bench:
     modes: frozenset[str] = frozenset()
     """Precisions that are measured also in fp32 arithmetic."""
     text: str = ""
-    """A file of text for ``nanogpt``; empty: the source of the standard library."""
+    """A file of text for ``nanogpt_steps``; empty: the source of the standard library."""
 
     def left_out(self, mode: str) -> str | None:
         """Return why a precision is not measured: its speed here is not that of its format; None: it is."""

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evidence.comparison.command import compared
-from trainer.api import as_overrides, undisturbed
+from trainer.api import as_overrides
 from trainer.errors import Interrupted, UserError
+from trainer.terminal import Terminal
 
 
 def compare(*overrides: str, arms: Sequence[str] | Mapping[str, str | Sequence[str]], **options: Any) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def compare(*overrides: str, arms: Sequence[str] | Mapping[str, str | Sequence[s
     else:
         typed = [f"arms={','.join(arms)}"]
     try:
-        with undisturbed():
+        with Terminal(logged=False).in_use():
             return compared([*overrides, *typed, *as_overrides(options)]).to_dict()
     except KeyboardInterrupt:
         raise Interrupted("the runs that have ended are kept, and the same call continues", signal.SIGINT) from None

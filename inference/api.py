@@ -14,9 +14,10 @@ from inference.evaluate import evaluation
 from inference.generate import generation
 from inference.load import Exported
 from inference.options import EvaluateOptions, GenerateOptions, RunOptions
-from trainer.api import Trained, as_overrides, undisturbed
+from trainer.api import Trained, as_overrides
 from trainer.config.options import parse
 from trainer.recipe import UserRecipe
+from trainer.terminal import Terminal
 
 Options = TypeVar("Options", bound=RunOptions)
 Weights = Trained | str | PathLike[str]
@@ -41,7 +42,7 @@ def evaluate(run: Weights, *overrides: str, precision: str | Sequence[str] = (),
     """
     modes = [precision] if isinstance(precision, str) else list(precision)
     typed = [*overrides, f"precision={','.join(modes)}"] if modes else overrides
-    with undisturbed():
+    with Terminal(logged=False).in_use():
         return evaluation(*_opened(EvaluateOptions, run, typed, options))
 
 
@@ -58,7 +59,7 @@ def generate(run: Weights, prompt: str, *overrides: str, **options: Any) -> list
     Raises:
         UserError: the model, the prompt or the options cannot work.
     """
-    with undisturbed():
+    with Terminal(logged=False).in_use():
         return generation(*_opened(GenerateOptions, run, overrides, options | {"prompt": prompt}))
 
 

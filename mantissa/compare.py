@@ -106,7 +106,7 @@ class Store:
                 file.write(json.dumps([kind, content]) + "\n")
 
     def of(self, kind: str) -> list[Any]:
-        """Return what is known of a kind, ``plan``, ``run``, ``look`` or ``mistake``, in the order kept."""
+        """Return what is known of a kind, ``plan``, ``run`` or ``look``, in the order kept."""
         return [content for each, content in self._lines if each == kind]
 
     def begin(self, plan: dict[str, Any], seeds: Sequence[int], remedy: str, **facts: Any) -> None:
@@ -123,9 +123,6 @@ class Store:
         """
         known = (self.of("plan") or [plan])[0]
         different = [key for key in plan if plan[key] != known.get(key, plan[key])]
-        if different and self._path and self.of("mistake") and not self.of("look"):  # it is corrected now
-            self._path.unlink()
-            self._lines, different = [], []
         if not self.of("plan"):
             self.add("plan", plan | facts)
         if different:
@@ -385,7 +382,8 @@ def _compared(losses: Losses, base: Losses) -> Quality:
     elif failed:
         # What a precision breaks with some seeds is no reason to judge it by the others.
         quality.verdict = NOT_JUDGED
-        why.append(f"{len(failed)} of {len(others)} runs failed where the baseline's did not; the same command retries")
+        counts = f"{len(failed)} of {len(others)} runs"
+        why.append(f"{counts} failed where the baseline's did not; continue the comparison to retry them")
     else:
         if len(differences) < len(losses):
             why.append(f"only {len(differences)} of {len(losses)} pairs finished")

@@ -1,33 +1,28 @@
 """What a Python program trains with: ``from trainer import compose, train``. Options are those of the command line.
 
-While a function of it runs, the process is set up as a run needs it; afterwards the program's own settings are back.
+A run sets torch up for the whole process, and leaves it so: how fp32 and 16 bits are multiplied, determinism, and the
+global generators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from numbers import Integral, Real
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from mantissa.tensors import random_state, set_random_state
 from trainer.config import compose as overrides
 from trainer.config.command_line import as_typed
 from trainer.config.schema import Config
 from trainer.errors import Interrupted, UserError
-from trainer.precision import kernels
-from trainer.precision.modes import fp32_backends
 from trainer.recipe import Recipe, UserRecipe
 from trainer.run.fit import release_memory
 from trainer.run.run import Run
 from trainer.run.start import train as start
-from trainer.terminal import Terminal
 from trainer.trainer import Trainer
 
 
@@ -99,18 +94,17 @@ def train(*given: Config | Recipe | str, **options: Any) -> Trained:
         own = "Recipe.of(…), " if isinstance(run.config.recipe, UserRecipe) else ""
         run.command = f'train({own}resume="{run.folder.path}")'
 
-    with undisturbed():
-        config = compose(*given, **options)
-        try:
-            summary = start(config, started=begun)
-            folder = runs[0].folder.path if runs else Path(config.output_dir).expanduser() / summary["run"]
-            return Trained(summary, folder, config.recipe, _model(runs[0].trainer) if runs else None)
-        except Interrupted as stopped:
-            stopped.folder = runs[0].folder.path.absolute() if runs else None
-            raise
-        finally:
-            runs.clear()
-            release_memory()
+    config = compose(*given, **options)
+    try:
+        summary = start(config, started=begun)
+        folder = runs[0].folder.path if runs else Path(config.output_dir).expanduser() / summary["run"]
+        return Trained(summary, folder, config.recipe, _model(runs[0].trainer) if runs else None)
+    except Interrupted as stopped:
+        stopped.folder = runs[0].folder.path.absolute() if runs else None
+        raise
+    finally:
+        runs.clear()
+        release_memory()
 
 
 def _model(trainer: Trainer) -> nn.Module:
@@ -149,27 +143,3 @@ def _text(key: str, value: object) -> str:
     raise UserError(
         f"{key}={value!r} is not the value of an option; give a number, a string, a list or a dictionary of them"
     )
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Put back torch's settings and the host's generators, which a run sets for the whole process. Show progress."""
-    backends: Any = torch.backends
-    cuda, cudnn, host = backends.cuda, backends.cudnn, torch.device("cpu")
-    attributes = [(each, "fp32_precision") for group in fp32_backends() for each in group]
-    # The older flags come back before the newer ones, which they change.
-    attributes += [(cudnn, "allow_tf32"), (cudnn, "benchmark")]
-    attributes += [(torch.utils.deterministic, "fill_uninitialized_memory")]
-    with ExitStack() as stack:
-        restore = stack.callback
-        for owner, name in attributes:
-            restore(setattr, owner, name, getattr(owner, name))
-        with suppress(RuntimeError):  # the program has used the newer ones alone
-            restore(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        restore(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warns)
-        restore(cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled())
-        restore(kernels.clear)
-        restore(set_random_state, random_state(host), host)
-        with Terminal(logged=False).in_use():
-            yield

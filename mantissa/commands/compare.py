@@ -12,11 +12,13 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from mantissa import shell
 from mantissa.commands import report_folder
 from mantissa.compare import SEED_SHIFT, Comparison, Run, Store
+from mantissa.display import counted
 from mantissa.errors import UsageError
 
 SEED = "{seed}"
@@ -26,27 +28,21 @@ Run each command with several seeds, in turns and in fresh processes, and say wh
 first: EQUIVALENT, WORSE, BETTER or INCONCLUSIVE. Write {SEED} in each command for the seed. A command may choose its
 folder, commit or interpreter: "cd old && python train.py --seed {SEED}".
 
-A command that is given again runs with other seeds (plus {SEED_SHIFT}), which shows the noise. What has ended is kept:
-the same command continues after a stop, and more --seeds continue a comparison with stricter tests.
+A command that is given again runs with other seeds (plus {SEED_SHIFT}), which shows the noise.
+
+Runs that have ended are kept. --continue goes on after a stop, retries what failed, and runs more --seeds, with
+stricter tests. It refuses if a file that a command names has changed. What else has changed, such as a module or a
+package, it does not know: then begin anew, with another --report.
 
 Exit code: 0 where all are EQUIVALENT to the first, 1 where not, 2 for a mistake, 130 when interrupted.
 """
-_NOT_FINITE = r"(?:(?:nan|inf(?:inity)?|null|none|n/a|[#]na[#])(?![\w/])|∞|\d\.[#]\w+)"
-"""What programs print for a number that is not finite, or for none; ``1.#QNAN`` is C's on Windows."""
-_VALUE = rf"[-+]?(?:{_NOT_FINITE}|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
-_WRAPPER = r"(?:(?:tensor|array|[\w.]*float\d+)\(\[?)?['\"]?"
-_UNUSUAL = re.compile(rf"(?<![\w.])(?:[-+]?{_NOT_FINITE}|[-+](?=\.?\d))", re.I)
-"""What an expression for digits would pass over."""
-_UNCLEAR = re.compile(
-    r"[-+]?(?:\d+(?:[_,]\d|:\d\d)|\d{1,3}[ \u00a0\u2009\u202f'’]\d{3}(?!\d)|\d{1,3}\.\d{3},\d|"
-    r"\d*\.\d+\.\d|[\d.]+[kKMGTB]\b)"
-)
-"""Numbers such as ``12_345``, ``1,5``, ``1:30``, ``1 234``, ``1.234,5``, ``1.2.3`` and ``1.2k``."""
+_NUMBER = r"[-+]?(?:(?:nan|inf(?:inity)?|null|none|n/a)(?!\w)|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
+"""A number as programs print it, or what they print for one that is not finite, or for none."""
+_RUNS_ON = re.compile(r"[^\W\d]|#|[.,:'’\u00a0\u2009\u202f]\d")
+"""What makes a number unclear that it stands behind: ``1,234``, ``1.2.3``, ``1:30``, ``12_345``, ``1.2k``."""
 _CONTROL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\].*?(?:\x07|\x1b\\))")
 """Colours, movements of the cursor, and links of terminals."""
 _OTHER_RANK = re.compile(r"\[(?:rank|default)[1-9]")  # as torchrun marks the lines of all ranks but the first
-_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?P<\w+>|\(\??|\)", re.DOTALL)
-"""What decides where a group of a regular expression begins and ends."""
 
 
 def main(arguments: list[str]) -> int:
@@ -55,20 +51,23 @@ def main(arguments: list[str]) -> int:
         "python -m mantissa compare", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("commands", nargs="+", help=f'shell commands, such as "python train.py --seed {SEED}"')
-    parser.add_argument("--metric", required=True, help="regular expression whose last match counts: 'loss ([0-9.]+)'")
-    parser.add_argument("--step", help="the same for steps, 'step ([0-9]+)': adds how many each takes to be as good")
+    parser.add_argument(
+        "--metric", required=True, help="text before the number, such as 'val loss'; the last one counts"
+    )
+    parser.add_argument("--step", help="text before the step, such as 'step': adds how many each takes to be as good")
     parser.add_argument("--seeds", type=int, default=4, help="how many (default: 4)")
     parser.add_argument("--margin", type=float, default=0.003, help="a difference too small to matter (default: 0.003)")
     parser.add_argument("--higher-is-better", action="store_true", help="the metric is one such as accuracy")
     parser.add_argument("--timeout", type=float, help="seconds after which a run is ended, and has failed")
     parser.add_argument("--report", type=Path, default=Path("mantissa-compare"), help="folder of runs and report")
+    parser.add_argument("--continue", dest="continues", action="store_true", help="reuse the runs that are kept there")
     options = parser.parse_args(arguments)
     arms = _arms(options.commands)
-    _name_of(options.step or options.metric)  # whether it is an expression
-    comparison = Comparison(arms, _name_of(options.metric), options.margin, options.higher_is_better)
-    store = Store(report_folder(options.report) / "kept.jsonl")
-    plan = {key: getattr(options, key) for key in ("commands", "metric", "step", "margin", "higher_is_better")}
-    store.begin(plan | _programs(options.commands), range(options.seeds), "give this one another folder with --report")
+    for option in ("metric", "step"):
+        if getattr(options, option) is not None and not getattr(options, option).strip():
+            raise UsageError(f"--{option} is empty; give the text that is printed before the number, such as 'loss'")
+    comparison = Comparison(arms, options.metric, options.margin, options.higher_is_better)
+    store = _store(options)
     times_before = {label: list(arms.values())[:place].count(arms[label]) for place, label in enumerate(arms)}
 
     def run(arm: str, seed: int) -> Run:
@@ -82,10 +81,12 @@ def main(arguments: list[str]) -> int:
     try:
         comparison.run(range(options.seeds), run, store)
     except UsageError as error:
-        store.add("mistake", str(error))
-        raise
+        if options.continues or not (kept := store.of("run")):
+            raise
+        why = f"since {options.report} keeps {counted(len(kept), 'run')}"
+        raise UsageError(f"{error}; for a corrected comparison name another folder with --report, {why}") from None
     except KeyboardInterrupt:
-        print("interrupted; the same command continues", file=sys.stderr)
+        print("interrupted; the same command with --continue goes on", file=sys.stderr)
         raise
     command = f"python -m mantissa compare {shlex.join(arguments)}"
     page = comparison.write(options.report, command)
@@ -121,43 +122,54 @@ def _arms(commands: Sequence[str]) -> dict[str, str]:
     return arms
 
 
-def _programs(commands: Iterable[str]) -> dict[str, str]:
-    """Return what commands run: digests of the code that they name, by path, and the packages of each Python."""
-    found: dict[str, str] = {}
+def _store(options: argparse.Namespace) -> Store:
+    """Return what is known of the comparison, with its plan: nothing else, or the runs that are kept and continue it.
+
+    Raises:
+        UsageError: runs are kept, and they are not to be continued, or not as they began.
+    """
+    folder, anew = options.report, "name another folder with --report"
+    path = report_folder(folder) / "kept.jsonl"
+    store = Store(path)
+    if not (kept := store.of("run")):
+        path.unlink(missing_ok=True)  # a plan without runs binds nobody
+        store = Store(path)
+    elif not options.continues:
+        raise UsageError(f"{folder} keeps {counted(len(kept), 'run')}; add --continue to go on with them, or {anew}")
+    plan = {key: getattr(options, key) for key in ("commands", "metric", "step", "margin", "higher_is_better")}
+    files = _files(options.commands)
+    store.begin(plan, range(options.seeds), anew, files=files)
+    for name, digest in store.of("plan")[0]["files"].items():
+        if files.get(name) != digest:
+            how = "has changed" if name in files else "is gone"
+            raise UsageError(f"{name} {how} since the runs in {folder} began; {anew}")
+    return store
+
+
+def _files(commands: Iterable[str]) -> dict[str, str]:
+    """Return the digests, by path, of the files that commands name as words and do not write with ``>``."""
+    digests: dict[str, str] = {}
+    written: set[str] = set()
     for command in commands:
         folder, before = Path(), ""
-        for word in re.findall(r"[^\s'\"=;&|()<>]+", command):
+        for writes, word in re.findall(r"(>?)\s*([^\s'\"=;&|()<>]+)", command):
             path = folder / os.path.expanduser(word)
-            if before == "-m":
-                module = folder / word.replace(".", "/")
-                path = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
             if before == "cd":
                 folder = path
-            elif path.suffix in (".py", ".sh", ".yaml", ".yml", ".toml") and os.path.isfile(path):
-                _add_code(path, folder if before == "-m" else path.parent, found)
-            elif program := shutil.which(path) or shutil.which(word):
-                root = Path(program).parents[1]
-                for package in root.glob("lib*/python3*/*-packages/*.dist-info"):
-                    name, _, found_version = package.stem.rpartition("-")
-                    found[f"{name} in {root}"] = found_version
+            elif writes:
+                written.add(str(path))
+            elif digest := _digest(path):
+                digests[str(path)] = digest
             before = word
-    return found
+    return {path: digest for path, digest in digests.items() if path not in written}
 
 
-def _add_code(path: Path, folder: Path, found: dict[str, str]) -> None:
-    """Add the digest of a file, and of what it imports from its own folder and that of the script."""
-    name = os.path.relpath(path)
-    if name in found:
-        return
-    code = path.read_text(encoding="utf-8", errors="replace")
-    found[name] = hashlib.sha256(code.encode()).hexdigest()[:10]
-    for line in re.findall(r"^\s*(?:from|import)\s(.*)", code, re.MULTILINE):
-        modules = [word.replace(".", "/") for word in re.findall(r"\w[\w.]*", line)]
-        for module in [*modules, *("/".join([modules[0], each]) for each in modules[1:])]:
-            for near in (folder / module, path.parent / module):
-                for imported in (near.with_suffix(".py"), near / "__init__.py"):
-                    if imported.is_file():
-                        _add_code(imported, folder, found)
+def _digest(path: str | Path) -> str:
+    """Return the SHA-256 digest of a file; empty: there is none that can be read."""
+    if not (os.path.isfile(path) and os.access(path, os.R_OK)):
+        return ""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _run(arm: str, seed: int, command: str, options: argparse.Namespace) -> Run:
@@ -176,13 +188,22 @@ def _run(arm: str, seed: int, command: str, options: argparse.Namespace) -> Run:
         if all(map(any, facts.values())):
             return Run(arm, seed, value, ended.seconds, facts=facts)
         metric = options.step
-    failure = f"printed nothing that {metric!r} matches"
+    lines = f"its last lines: {ended.last_lines() or 'none'}"
     if ended.code is None:
         failure = f"was still running after {options.timeout:g} s and was ended"
     elif ended.code:
         failure = f"ended with exit code {ended.code}"
-    why = f"`{command}` {failure}; its last lines: {ended.last_lines() or 'none'}"
-    return Run(arm, seed, None, ended.seconds, why)
+    else:
+        failure, lines = f"printed no number behind the text {metric!r}", _close(metric, ended) or lines
+    return Run(arm, seed, None, ended.seconds, f"`{command}` {failure}; {lines}")
+
+
+def _close(before: str, ended: shell.Ended) -> str:
+    """Return the last lines that have a text, in any case and with any signs between its letters; empty: none has."""
+    plain = partial(re.sub, r"[\W_]+", "")
+    lines = [line.strip()[:200] for text in (ended.output, ended.errors) for line in text.splitlines()]
+    near = [line for line in lines if plain(before).lower() in plain(line).lower()]
+    return f"lines that are close: {' / '.join(near[-3:])}" if near else ""
 
 
 def _curve(options: argparse.Namespace, text: str) -> tuple[list[float], list[float]]:
@@ -197,75 +218,29 @@ def _curve(options: argparse.Namespace, text: str) -> tuple[list[float], list[fl
     return steps, losses
 
 
-def last_number(metric: str, text: str) -> float | None:
-    """Return the number at the last match of a regular expression, where its first group begins; None: no match.
+def last_number(before: str, printed: str) -> float | None:
+    """Return the number that a program printed last behind a text; None: it printed none there.
 
-    Signs, wrappers such as ``tensor(…)`` and what is not finite are found wherever the expression accepts digits, or an
-    earlier number would pass for the last one. The number is read to its end, also where the expression knows no
-    exponent. What is printed for no number, such as null, is a nan. ``loss`` is not found in ``aux_loss``, unless it
-    stands nowhere else.
+    Between the two may be spaces, ``:``, ``=`` and quotes. ``loss`` is not found in ``aux_loss``. What is printed for
+    no number, such as null, is a nan.
 
     Raises:
-        UsageError: there is no number, or one that can be read in two ways.
+        UsageError: the number can be read in two ways.
     """
-    text = re.sub(r"\r?\n|[\r\b]+", "\n", _CONTROL.sub("", text)).replace("\u2212", "-")
-    digits = _UNUSUAL.sub(lambda found: "0.0"[: len(found[0])].rjust(len(found[0]), "0"), text)
-    begin, end = _first_group(metric)
-    any_number = f"{metric[:begin]}(?i:{_WRAPPER}{_VALUE}){metric[end:]}" if end else metric
-    for source in (digits, text):  # the second has what an expression spells out, such as a sign
-        found = [
-            (match.start(), *next((span for span in match.regs[1:] if span[0] >= 0), match.span()))
-            for pattern in (metric, any_number)
-            for match in re.finditer(pattern, source, re.MULTILINE)
-        ]
-        if found:
-            break
-    else:
+    printed = re.sub(r"\r?\n|[\r\b]+", "\n", _CONTROL.sub("", printed)).replace("\u2212", "-")
+    text = r"[ \t]+".join(map(re.escape, before.split()))
+    whole = rf"(?:(?<![\w/.-])|(?!\w)){text}(?:(?<!\w)|(?![\w.+-]))[ \t:=\"']*((?i:{_NUMBER}))"
+    found = list(re.finditer(whole, printed))
+    of_first = [each for each in found if not _OTHER_RANK.match(printed, printed.rfind("\n", 0, each.start()) + 1)]
+    if not found:
         return None
-    longer_name = re.compile(r"(?<=[\w/.-])\w")
-    found = [each for each in found if not _OTHER_RANK.match(text, text.rfind("\n", 0, each[0]) + 1)] or found
-    _, place, stop = max(
-        [each for each in found if not longer_name.match(text, each[0])] or found, key=lambda it: it[1]
-    )
-    number = re.compile(f"{_WRAPPER}({_VALUE})", re.I)
-    numbers = [number.match(text, place)] if end else [*number.finditer(text, place, stop)]
-    said = text[place : stop + 5].partition("\n")[0]
-    if not numbers or numbers[-1] is None:
-        raise UsageError(f"the metric {metric!r} found {said!r}, no number; put (…) around the number alone")
-    place = numbers[-1].start(1)
-    if place and re.compile(r"(?<![\w.])[-+]").match(text, place - 1):
-        raise UsageError(f"the metric {metric!r} has the number's sign before its (…); put it inside, as in ([-0-9.]+)")
-    if _UNCLEAR.match(text, place) and "," not in metric[end : end + 2]:
-        raise UsageError(f"the metric {metric!r} found {said!r}, with separators; print digits and a decimal point")
+    last = (of_first or found)[-1]
+    if _RUNS_ON.match(printed, last.end()):
+        shown = printed[last.start() : last.end() + 5].partition("\n")[0]
+        raise UsageError(
+            f"{shown!r} can be read in two ways; print digits and a decimal point, and a space behind them"
+        )
     try:
-        return float(numbers[-1][1])
+        return float(last[1])
     except ValueError:
         return math.nan
-
-
-def _first_group(metric: str) -> tuple[int, int]:
-    """Return where the content of a regular expression's first group begins and ends; twice 0: it has none."""
-    begin = depth = outside = 0
-    for token in _TOKEN.finditer(metric):
-        if token[0] == ")":
-            depth -= 1
-            if begin and depth == outside:
-                return begin, token.start()
-        elif token[0].startswith("("):
-            if not begin and token[0] != "(?":
-                begin, outside = token.end(), depth
-            depth += 1
-    return 0, 0
-
-
-def _name_of(metric: str) -> str:
-    """Return the words of a regular expression before its group, as the metric's name.
-
-    Raises:
-        UsageError: it is no regular expression.
-    """
-    try:
-        re.compile(metric)
-    except re.error as error:
-        raise UsageError(f"{metric!r} is no regular expression ({error}), unlike 'loss ([0-9.]+)'") from None
-    return " ".join(re.findall("[A-Za-z]{2,}", metric.partition("(")[0])) or "metric"

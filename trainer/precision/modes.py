@@ -143,10 +143,11 @@ class Precision:
             warnings.simplefilter("ignore")
             torch.backends.cuda.matmul.allow_tf32 = tf32
             torch.backends.cudnn.allow_tf32 = tf32
-        on_gpu, on_cpu = fp32_backends()
-        for backend in on_gpu:
+        backends: Any = torch.backends
+        cudnn, mkldnn = backends.cudnn, backends.mkldnn
+        for backend in (backends, backends.cuda.matmul, cudnn, cudnn.conv, cudnn.rnn):
             backend.fp32_precision = fp32
-        for backend in on_cpu:
+        for backend in (mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn):
             backend.fp32_precision = "ieee"
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -268,14 +269,6 @@ def _is_operator(name: str) -> bool:
     found = [getattr(holder, name, None) for holder in _HOLDERS]
     public = not name.startswith("_") and not name.endswith("_")
     return public and any(callable(each) and not isinstance(each, type) for each in found)
-
-
-def fp32_backends() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return torch's backends whose ``fp32_precision`` decides how fp32 is multiplied on a GPU, and on a CPU."""
-    backends: Any = torch.backends
-    cudnn, mkldnn = backends.cudnn, backends.mkldnn
-    on_gpu = (backends, backends.cuda.matmul, cudnn, cudnn.conv, cudnn.rnn)
-    return on_gpu, (mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
 
 
 def allow_cudnn_attention(allowed: bool) -> None:
