@@ -162,8 +162,6 @@ class Step:
     """Whether an optimizer changes the weights."""
     different: int | None = None
     """Number of the following steps that differ; None: all of them."""
-    ranks: int = 1
-    """Number of the processes that the run's gradients were summed over; the microbatches are those of all."""
     compiles: bool = False
     """Whether the run compiles its model."""
     round_as_eager: bool = False

@@ -24,7 +24,6 @@ from mantissa.finding import (
     DTYPE,
     ERROR,
     EXCEPTION,
-    EXCHANGE,
     FORWARD,
     INPUT,
     LOST,
@@ -412,10 +411,6 @@ def two_branches() -> nn.Module:
         big=linear(),
         tiny=linear(),
     )
-
-
-def large_sum(output: Tensor, batch: Batch) -> Tensor:
-    return output.float().sum() * 8e4
 
 
 # --- the compiler ---
@@ -892,17 +887,6 @@ TRAINED = {
     "a compiled block that differs from eager": (
         [(DIFFERENCE, FORWARD, "1", "inductor")],
         Planted(product_and_layer, Precision()),
-    ),
-    "gradients that overflow only in the fp16 sum of two ranks": (
-        [(OVERFLOW, EXCHANGE, "0", "sum of 2 ranks")],
-        Planted(
-            lambda: nn.Sequential(linear()),
-            Precision(mode="fp16_master"),
-            lambda: noise(size=0.1),
-            large_sum,
-            StaticScaler(scale=1.0),
-            ranks=2,
-        ),
     ),
 }
 """Faults in what only the trainer has, and all that must be found."""

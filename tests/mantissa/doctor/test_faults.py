@@ -31,7 +31,7 @@ def test_a_fault_in_the_trainer_is_named(name: str) -> None:
     compiles = "compiled" in name
     with miscompiling() if compiles else nullcontext():
         taken = take(step_of_trainer(planted.trainer()))
-        taken.step.ranks, taken.step.compiles = planted.ranks, compiles
+        taken.step.compiles = compiles
         diagnosis = diagnose(taken, tuple(check for check in CHECKS if check != "islands"), time_budget_s=600)
     found = [(finding.kind, finding.direction, finding.module, finding.format) for finding in diagnosis.findings]
     assert (diagnosis.verdict, found, diagnosis.budget.left_out) == (FOUND, expected, [])
