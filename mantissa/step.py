@@ -99,10 +99,6 @@ class Built:
     """Masters of the model's weights; None: the optimizer changes the model's own."""
     clip: Any = None
     """See ``UpdateMeter``."""
-    blocks: list[nn.Module] = field(default_factory=list)
-    """The repeated parts of the model, in order."""
-    compiled: list[nn.Module] = field(default_factory=list)
-    """The modules that the run compiles."""
 
 
 Build = Callable[[str, list[str], list[str], bool], Built]
