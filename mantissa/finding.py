@@ -30,7 +30,7 @@ MEANINGS = {
 }
 """The kinds of faults."""
 
-FORWARD, BACKWARD, UPDATE, EXCHANGE, EXAMINATION = "forward", "backward", "update", "exchange", "examination"
+FORWARD, BACKWARD, UPDATE, EXAMINATION = "forward", "backward", "update", "examination"
 
 
 @dataclass

@@ -122,7 +122,6 @@ def _builder(
         keep_fp32(model, fp32_modules, device.type, half)
         if half is not None or (first.dtype.itemsize == 2 and not as_run and row.autocast is None):
             cast_inputs(model, row.weights)  # such as the model's own, which the batches fit
-        lists = [list(part) for part in model.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
         weights = list(model.parameters())
         optimizer = own if own is not None else torch.optim.SGD(weights, lr=0.0)  # the weights stay
 
@@ -171,8 +170,6 @@ def _builder(
             prepare=prepare,
             update=update,
             fp32_modules=fp32_modules,
-            blocks=max(lists, key=len, default=[]),
-            compiled=[model],
         )
 
     return build

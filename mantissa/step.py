@@ -99,10 +99,6 @@ class Built:
     """Masters of the model's weights; None: the optimizer changes the model's own."""
     clip: Any = None
     """See ``UpdateMeter``."""
-    blocks: list[nn.Module] = field(default_factory=list)
-    """The repeated parts of the model, in order."""
-    compiled: list[nn.Module] = field(default_factory=list)
-    """The modules that the run compiles."""
 
 
 Build = Callable[[str, list[str], list[str], bool], Built]
@@ -162,8 +158,6 @@ class Step:
     """Whether an optimizer changes the weights."""
     different: int | None = None
     """Number of the following steps that differ; None: all of them."""
-    ranks: int = 1
-    """Number of the processes that the run's gradients were summed over; the microbatches are those of all."""
     compiles: bool = False
     """Whether the run compiles its model."""
     round_as_eager: bool = False

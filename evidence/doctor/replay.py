@@ -67,7 +67,6 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> tuple[TakenStep,
     taken.failed = taken.step.number == failed or taken.step.number < wanted
     if taken.failed and failure.get("loss_scale"):
         taken.step.scale = float(failure["loss_scale"])
-    taken.step.ranks = int(summary.get("processes", 1))
     return taken, config
 
 

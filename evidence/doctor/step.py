@@ -80,19 +80,16 @@ def step_of(trainer: Trainer) -> Step:
             eager = _Eager(replace(plan, config=own), hardware, datasets, prototype)
         except UserError as error:
             raise FormatError(str(error)) from error
-        model, blocks = eager.model, list(eager.recipe.blocks(eager.model))
         return Built(
-            model=model,
+            model=eager.model,
             optimizer=eager.optimizer,
-            loss=lambda batch: eager.recipe.loss(model, to_device(batch, eager.device)).loss_sum,
+            loss=lambda batch: eager.recipe.loss(eager.model, to_device(batch, eager.device)).loss_sum,
             autocast=partial(own.precision.autocast, eager.device),
             prepare=partial(eager.stand_before, moments),
             update=eager.end_step,
             fp32_modules=eager.fp32_modules,
             masters=eager.masters,
             clip=own.clip,
-            blocks=blocks,
-            compiled=list(own.parallel.compiled(model, blocks)),
         )
 
     return Step(

@@ -14,7 +14,7 @@ import torch
 
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.cause import find_exception, find_origin, name_overflows
-from mantissa.doctor.compiled import compiled_trials
+from mantissa.doctor.compiled import compiled_trial
 from mantissa.doctor.cures import (
     NO_CAST,
     Islands,
@@ -43,7 +43,6 @@ from mantissa.doctor.sweep import (
     TF32,
     FormatTrial,
     format_sweep,
-    overflow_of_sum,
 )
 from mantissa.doctor.training import REPLAYS, divergence, steps_to_train
 from mantissa.errors import FormatError
@@ -255,7 +254,7 @@ def _judge(result: Diagnosis) -> None:
 
 
 def _sweep(result: Diagnosis) -> None:
-    """Try every format, and find the cause at the first that breaks; if none does, try the ranks' sum and compilers."""
+    """Try every format, and find the cause at the first that breaks; if none does, try it compiled."""
     taken, step, budget = result.taken, result.step, result.budget
     result.sweep = format_sweep(step)
     own = result.sweep[-1]
@@ -276,12 +275,9 @@ def _sweep(result: Diagnosis) -> None:
         if broken.name == FP32:
             _about_fp32(result)
         return
-    if 1 < step.ranks <= len(step.microbatches):
-        result.findings += budget.run("sum of ranks", lambda: overflow_of_sum(step.as_run(), step.ranks)) or []
-    if step.compiles:
-        goes_on = partial(budget.goes_on, "compiled formats")
-        trials, findings = budget.run("compiled formats", lambda: compiled_trials(step, goes_on)) or ([], [])
-        result.sweep += trials
+    if step.compiles and (compiled := budget.run("compiled step", lambda: compiled_trial(step))):
+        trial, findings = compiled
+        result.sweep.append(trial)
         result.findings += findings
 
 

@@ -61,7 +61,6 @@ class Planted:
     """From the model's output and the batch to the loss, summed over the samples."""
     scaler: Scaler = field(default_factory=AutoScaler)
     optimizer: Optimizer = field(default_factory=Optimizer)
-    ranks: int = 1
 
     def trainer(self) -> Trainer:
         """Return the trainer."""
@@ -86,7 +85,7 @@ class PlantedRecipe(Recipe):
     planted: Any = None
 
     def sizes(self, hardware: Hardware) -> Sizes:
-        return Sizes(100, BATCH, BATCH // self.planted.ranks)
+        return Sizes(100, BATCH, BATCH)
 
     def datasets(self, data: DataSource, seed: int) -> Datasets:
         torch.manual_seed(seed + 1)

@@ -5,11 +5,17 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import pytest
+from torch import nn
 
 from evidence.doctor.step import step_of as step_of_trainer
+from mantissa.doctor import compiled
 from mantissa.doctor.diagnosis import CHECKS, FOUND, diagnose
+from mantissa.doctor.sweep import DIFFERS
 from mantissa.examination import take
+from mantissa.finding import DIFFERENCE
+from mantissa.step import Gradients, Step
 from tests.mantissa.doctor.faults import FAULTS, TRAINED, miscompiling
+from tests.mantissa.doctor.planted import WIDTH, step_of
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -31,7 +37,16 @@ def test_a_fault_in_the_trainer_is_named(name: str) -> None:
     compiles = "compiled" in name
     with miscompiling() if compiles else nullcontext():
         taken = take(step_of_trainer(planted.trainer()))
-        taken.step.ranks, taken.step.compiles = planted.ranks, compiles
+        taken.step.compiles = compiles
         diagnosis = diagnose(taken, tuple(check for check in CHECKS if check != "islands"), time_budget_s=600)
     found = [(finding.kind, finding.direction, finding.module, finding.format) for finding in diagnosis.findings]
     assert (diagnosis.verdict, found, diagnosis.budget.left_out) == (FOUND, expected, [])
+
+
+def test_gradients_of_compiled_code_that_are_nan_are_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(step: Step) -> Gradients:
+        return {name: each * float("nan") for name, each in step.as_run().true_gradients().items()}
+
+    monkeypatch.setattr(compiled, "_compiled", broken)
+    trial, (finding,) = compiled.compiled_trial(step_of(lambda: nn.Linear(WIDTH, WIDTH)))
+    assert (trial.status, finding.kind) == (DIFFERS, DIFFERENCE)

@@ -36,11 +36,9 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
 
 def as_the_doctor(**step: Any) -> None:
     """Compile as the doctor does for a run."""
-    passes = SimpleNamespace(
-        fp32_modules=step.pop("fp32_modules", []), built=SimpleNamespace(compiled=[torch.nn.Linear(1, 1)], blocks=[])
-    )
+    passes = SimpleNamespace(fp32_modules=step.pop("fp32_modules", []), model=torch.nn.Linear(1, 1))
     step = {"as_run": lambda: passes, "fp32_ops": [], "round_as_eager": False} | step
-    doctor._compiled(SimpleNamespace(**step), "inductor")  # type: ignore[arg-type]
+    doctor._compiled(SimpleNamespace(**step))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
