@@ -1,4 +1,4 @@
-"""Reports in MLflow."""
+"""A run in MLflow above others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def publish(what: str, uri: str, send: Callable[[MlflowClient], Any]) -> str:
     """Send a report to MLflow. Where that fails, a line says so: the report is on the disk, and is sent again later.
 
     Args:
-        what: what is sent, in words, such as "the comparison".
+        what: what is sent, in words, such as "the search".
         uri: MLflow's address.
         send: takes the client, sends what MLflow lacks, and returns the run.
 

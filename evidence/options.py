@@ -10,9 +10,8 @@ from mantissa.compare import SEED_SHIFT
 from trainer.config.options import ONE_PROCESS, Overriding, check_keys
 from trainer.config.registration import choices
 from trainer.config.text import fraction, listed, unquoted
-from trainer.errors import UserError, check_choice, check_folder_name, nearest
+from trainer.errors import UserError, check_folder_name, nearest
 
-EQUAL_LOSS = "equal_loss"
 FIRST = 10
 """Steps of a learning-rate range test from which nothing is suggested: its loss is the mean of few batches."""
 
@@ -24,10 +23,6 @@ class AdviseOptions(Overriding):
     fixed = ONE_PROCESS | dict.fromkeys(("resume", "debug"), "advise.py only times blocks of steps")
 
     time_budget: str = "5min"
-    goal: str = "speed"
-
-    def __post_init__(self) -> None:
-        check_choice("goal", self.goal, ("speed", EQUAL_LOSS))
 
 
 @dataclass

@@ -109,14 +109,13 @@ class Store:
         """Return what is known of a kind, ``plan``, ``run`` or ``look``, in the order kept."""
         return [content for each, content in self._lines if each == kind]
 
-    def begin(self, plan: dict[str, Any], seeds: Sequence[int], remedy: str, **facts: Any) -> None:
+    def begin(self, plan: dict[str, Any], seeds: Sequence[int], remedy: str) -> None:
         """Keep the plan, or check that it continues what is known.
 
         Args:
             plan: what must stay the same, as JSON.
             seeds: those of the pairs.
             remedy: how to begin another comparison.
-            facts: what is kept with a new plan, and is not compared.
 
         Raises:
             UsageError: another comparison is known, or a seed that was judged before is left out.
@@ -124,7 +123,7 @@ class Store:
         known = (self.of("plan") or [plan])[0]
         different = [key for key in plan if plan[key] != known.get(key, plan[key])]
         if not self.of("plan"):
-            self.add("plan", plan | facts)
+            self.add("plan", plan)
         if different:
             there, here = known.get(different[0]), plan[different[0]]
             place = "" if self._path is None else f"{self._path.parent} holds "

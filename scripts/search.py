@@ -1,6 +1,7 @@
-"""Search for good options: python scripts/search.py recipe=gpt2 "space.optimizer.lr=log(1e-4,1e-2)" trials=20
+"""Search for good options: python scripts/search.py recipe=gpt2 "space.optimizer.lr=tag(log,interval(1e-4,1e-2))"
 
-  space.<key>=…       for each key to search: log(low,high), uniform(low,high), int(low,high) or choice(a,b,c)
+  space.<key>=…       for each key to search, as Hydra's Optuna sweeper reads it: interval(low,high),
+                      tag(log,interval(low,high)), int(interval(low,high)), range(low,high,step) or choice(a,b,c)
   trials=20           trials of the whole study; each is a run with a folder of its own
   pruner=median       ends a trial that is worse than the median of the earlier ones; or none
   metric=valid/loss   what is compared, at each trial's best checkpoint; another one is valid/top1

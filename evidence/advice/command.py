@@ -10,11 +10,10 @@ from pathlib import Path
 
 from evidence.advice.candidates import COMPILE, space_of
 from evidence.advice.checkup import check
-from evidence.advice.equal_loss import soonest
 from evidence.advice.report import Advice, overrides_of
 from evidence.advice.search import Search
 from evidence.advice.timing import COMPILED, time_candidate
-from evidence.options import EQUAL_LOSS, AdviseOptions
+from evidence.options import AdviseOptions
 from evidence.runs import BUSY, cpu_share_of_others, redacted_arguments
 from mantissa.commands import seconds_of
 from mantissa.display import counted, duration
@@ -69,7 +68,6 @@ def main(arguments: list[str]) -> int:
             winner = search.run()
         finally:
             shutil.rmtree(folder / COMPILED, ignore_errors=True)
-        trained = soonest(search, common) if options.goal == EQUAL_LOSS else None
         advice = Advice(
             search,
             winner,
@@ -78,7 +76,6 @@ def main(arguments: list[str]) -> int:
             shlex.join(["python", "scripts/advise.py", *redacted_arguments(arguments)]),
             time.monotonic() - began,
             {"hardware": hardware.facts(), "versions": versions(), "git": git_facts()},
-            trained,
         )
         report = advice.report()
         print(f"\n{report.text()}\n")

@@ -18,6 +18,8 @@ from trainer.config.compose import key_of
 NOT_ADVISED = ("output_dir", "run_name", "resume", "tracking", "checkpoint", "profiler")
 """Keys and groups that say where and how a run is recorded: those of the advice are not those of later runs."""
 
+EQUAL_LOSS = "Does it train as well, and which setting needs the least time to an equal loss?"
+
 
 def overrides_of(given: Sequence[str], candidate: Candidate) -> list[str]:
     """Return the overrides of train.py that make up a candidate, the user's own (``given``) before it."""
@@ -40,8 +42,6 @@ class Advice:
     """Time that it took."""
     facts: dict[str, Any]
     """Hardware, versions and commit."""
-    trained: tuple[Candidate | None, str] | None = None
-    """What is soonest at the default's final loss, where that was asked for, see ``equal_loss.soonest``."""
 
     @property
     def baseline(self) -> Entry:
@@ -54,14 +54,18 @@ class Advice:
         return any(entry.compile_s for entry in self.search.entries.values())
 
     def training(self) -> str:
-        """Return the command that trains with the winner: by speed, or by time to equal loss where that was asked."""
-        winner = (self.trained[0] or self.baseline.candidate) if self.trained else self.winner.candidate
-        return shlex.join(["python", "scripts/train.py", *overrides_of(self.overrides, winner)])
+        """Return the command that trains with the winner."""
+        return shlex.join(["python", "scripts/train.py", *overrides_of(self.overrides, self.winner.candidate)])
 
     def comparison(self) -> str:
-        """Return the command that tests whether the winner trains as well as the baseline."""
+        """Return the command that tests whether the winner trains as well as the baseline.
+
+        The next fastest settings are trained, too, because another one may be sooner at the baseline's final loss.
+        """
         common = [text for text in overrides_of(self.overrides, Candidate()) if key_of(text) != "seed"]
-        roles = {"baseline": self.baseline, "advised": self.winner}
+        settings = [self.winner, *(one for one in self.search.faster() if not (one.fault or one.failure))]
+        fastest = list({entry.label: entry for entry in settings}.values())
+        roles = {"baseline": self.baseline, **dict(zip(("advised", "second", "third"), fastest, strict=False))}
         arms = [f"arm.{role}={' '.join(entry.candidate.overrides)}" for role, entry in roles.items()]
         return shlex.join(["python", "scripts/compare.py", *common, *arms])
 
@@ -96,14 +100,13 @@ class Advice:
     def report(self) -> Report:
         """Return the report for a terminal and as a page."""
         sections = [Section("Train with it", text=self.training())]
-        if self.winner is not self.baseline and not self.trained:
-            sections.append(Section("Does it train as well?", ["Does it train as well?"], text=self.comparison()))
+        if self.winner is not self.baseline:
+            sections.append(Section(EQUAL_LOSS, [EQUAL_LOSS], text=self.comparison()))
         spent = f"Measured for {duration(self.seconds)} min on {self.facts['hardware']['name']}."
         sections.insert(0, Section("What was measured", [spent], self.remarks(), self.rows()))
         origin = measured_on(self.facts["hardware"], self.facts["versions"], self.facts["git"])
         title = f"{self.recipe} on {self.facts['hardware']['name']}"
-        lead = [f"{sentence}." for sentence in (self.sentence(), *(self.trained or ())[1:])]
-        return Report("Advice", title, lead, self.command, origin, sections)
+        return Report("Advice", title, [f"{self.sentence()}."], self.command, origin, sections)
 
     def remarks(self) -> list[str]:
         """Return what was not measured and why, and what compiling took."""
@@ -147,7 +150,6 @@ class Advice:
             "winner": self.winner.label,
             "speed": interval and asdict(interval),
             "training": self.training(),
-            "to_equal_loss": self.trained and self.trained[1],
             "entries": [{"label": entry.label} | asdict(entry) for entry in self.search.entries.values()],
             "notes": self.search.space.notes,
             **self.facts,

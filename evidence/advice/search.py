@@ -103,7 +103,7 @@ class Search:
         for number, candidate in enumerate(singles, 1):
             self._try(f"single change {number} of {len(singles)}", candidate)
         best = self.reference
-        for entry in self._faster():
+        for entry in self.faster():
             best = max(best, entry, key=self.speed)
             both = self.space.candidate([*best.candidate.overrides, *entry.candidate.overrides])
             combined = self._try("combination", both)
@@ -144,7 +144,7 @@ class Search:
             reference_s += self.reference.compile_s / self.steps
         return reference_s / own_s
 
-    def _faster(self) -> list[Entry]:
+    def faster(self) -> list[Entry]:
         """Return what is faster than the reference so far, the fastest first."""
         found = [entry for entry in self.entries.values() if entry.times and self.speed(entry) > HELPS]
         return sorted((entry for entry in found if entry.candidate != self.space.in_fp32), key=self.speed, reverse=True)
@@ -191,7 +191,7 @@ class Search:
     def _confirmed(self) -> Entry:
         """Return what is advised: the fastest if the doctor finds no fault in it and fresh pairs confirm it."""
         faulty = 0
-        for entry in self._faster():
+        for entry in self.faster():
             if faulty == MOST_FAULTS:
                 self.space.notes.append(f"{faulty} settings have a fault, so no further one is examined or advised")
                 break

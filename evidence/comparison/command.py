@@ -5,14 +5,12 @@ from __future__ import annotations
 import shlex
 
 from evidence.comparison.compare import ComparisonPlan, Result, check_arms, compare
-from evidence.comparison.mlflow import publish_comparison
 from evidence.comparison.report import report, write_report
 from evidence.options import CompareOptions, margin_of, seeds_of
 from evidence.runs import Arm, check_labels, redacted_arguments
 from mantissa.compare import SEED_SHIFT
 from trainer.config.options import parse
 from trainer.errors import UserError, nearest
-from trainer.tracking.store import tracking_uri
 
 
 def main(arguments: list[str]) -> int:
@@ -31,9 +29,6 @@ def compared(arguments: list[str]) -> Result:
     result = compare(plan, configs, shlex.join(["python", "scripts/compare.py", *redacted_arguments(arguments)]))
     files = write_report(result)
     print(f"\n{report(result).text()}\n\nreport {files[0]}")
-    tracking = configs[plan.baseline].tracking
-    if tracking.mlflow:
-        print("\n".join(publish_comparison(result, tracking_uri(tracking.uri), files)))
     return result
 
 

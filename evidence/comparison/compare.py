@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from evidence.comparison.judge import ArmResult, judge, losses
 from evidence.runs import Arm, Outcome, Runner, merge_overrides, redacted_arguments
 from mantissa.compare import Look, judge_and_keep
 from mantissa.errors import UsageError
+from trainer.config.command_line import quoted
 from trainer.config.compose import check_single, compose
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
@@ -19,6 +18,7 @@ from trainer.errors import UserError
 from trainer.files import in_use, write_json
 from trainer.hardware import detect
 from trainer.run.provenance import git_facts, versions
+from trainer.tracking.store import GROUP_TAG
 
 RESULT_FILE = "comparison.json"
 
@@ -59,10 +59,6 @@ class Result:
     facts: dict[str, Any]
     """Command, recipe, unit, steps, hardware, versions and commit."""
     looks: list[Look]
-    key: str = ""
-    """Key by which MLflow's run of it is found again."""
-    began_s: float = 0.0
-    """Seconds since the epoch."""
 
     @property
     def failed(self) -> bool:
@@ -78,6 +74,8 @@ class Result:
 
 def compare(plan: ComparisonPlan, configs: dict[str, Config], command: str = "") -> Result:
     """Train what is left to train, judge it, and write ``comparison.json``; print each run.
+
+    In MLflow, the runs' tag ``group`` is the comparison's name.
 
     Args:
         plan: what to compare; its ``name`` is set here if it is empty.
@@ -104,14 +102,14 @@ def compare(plan: ComparisonPlan, configs: dict[str, Config], command: str = "")
     }
     # No checkpoints; and a memory ledger where CUDA does not count memory.
     quiet = ["checkpoint=none", f"profiler={'none' if hardware.is_gpu else 'memory'}"]
-    runner = Runner(folder, merge_overrides(quiet, plan.common))
-    begun = _begin(plan, runner, facts)
+    runner = Runner(folder, merge_overrides([*quiet, f"tags.{GROUP_TAG}={quoted(plan.name)}"], plan.common))
+    _begin(plan, runner, facts)
     with in_use(folder):  # a second process would remove this one's unfinished runs
         print(f"{len(arms)} arms × {len(seeds)} seeds, alternating; every run is a fresh process. {folder}", flush=True)
         outcomes = runner.run_all(arms, seeds)
         looks, qualities = judge_and_keep(losses(arms, outcomes), plan.margin, runner.store)
         judged = judge(arms, outcomes, qualities, plan.margin, len(looks))
-        result = Result(plan, judged, outcomes, facts, looks, begun["key"], begun["began_s"])
+        result = Result(plan, judged, outcomes, facts, looks)
         write_json(folder / RESULT_FILE, result.to_dict())
     return result
 
@@ -153,8 +151,8 @@ def _comparable(config: Config) -> dict[str, Any]:
     return {key: value for key, value in flatten(config).items() if key != "run_name"}
 
 
-def _begin(plan: ComparisonPlan, runner: Runner, facts: dict[str, Any]) -> dict[str, Any]:
-    """Keep the plan, or check that it equals the one in the folder, and return that. Seeds may be added.
+def _begin(plan: ComparisonPlan, runner: Runner, facts: dict[str, Any]) -> None:
+    """Keep the plan, or check that it equals the one in the folder. Seeds may be added.
 
     Raises:
         UserError: the folder holds another comparison, or cannot be written.
@@ -170,10 +168,8 @@ def _begin(plan: ComparisonPlan, runner: Runner, facts: dict[str, Any]) -> dict[
         "commit": facts["git"].get("commit"),
     }
     try:
-        runner.store.begin(fixed, plan.seeds, "give this one a name=…", began_s=time.time(), key=uuid.uuid4().hex)
+        runner.store.begin(fixed, plan.seeds, "give this one a name=…")
     except UsageError as error:
         raise UserError(str(error)) from None
     except OSError as error:
         raise UserError(f"output_dir={plan.output_dir} cannot be written ({error.strerror})") from None
-    begun: dict[str, Any] = runner.store.of("plan")[0]
-    return begun

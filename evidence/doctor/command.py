@@ -6,7 +6,6 @@ import shlex
 import sys
 from pathlib import Path
 
-from evidence.doctor.mlflow import publish
 from evidence.doctor.plots import figures
 from evidence.doctor.replay import of_overrides, of_run
 from evidence.options import DoctorOptions
@@ -41,7 +40,7 @@ def main(arguments: list[str]) -> int:
     except OSError as error:  # what was found is printed already, and the exit code stays that of the verdict
         print(f"the report could not be written ({error})", file=sys.stderr)
         return diagnosis.exit_code
-    print("\n".join([*publish(diagnosis, page), f"report {page}"]))
+    print(f"report {page}")
     return diagnosis.exit_code
 
 

@@ -33,6 +33,7 @@ from trainer.run.fit import release_memory
 from trainer.run.run import Run
 from trainer.run.scores import Score
 from trainer.run.start import train
+from trainer.tracking.store import GROUP_TAG
 from trainer.tracking.tracked_run import TrackedRun
 
 
@@ -110,7 +111,7 @@ def run_trials(search: Search, overrides: list[str]) -> None:
         began = time.monotonic()
         try:
             config = compose([*overrides, *proposed, f"checkpoint.best={metric}"])
-            tags = {"group": search.study.study_name} | config.tags
+            tags = {GROUP_TAG: search.study.study_name} | config.tags
             own = replace(config, run_name=search.run_of(trial), resume=SAME, tags=tags)
             best = _train(own, trial, search.folder)
         except (Pruned, UserError, NonFiniteError, OutOfMemory) as error:

@@ -1,18 +1,19 @@
-"""The space of a search: ``space.KEY=log(1e-4,1e-2)``, ``uniform(…)``, ``int(…)`` or ``choice(…)``."""
+"""The space of a search, in Hydra's grammar, as its Optuna sweeper reads it: ``space.KEY=interval(0,1)``."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+from hydra.errors import HydraException
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from trainer.config.compose import check_single, compose, key_of
 from trainer.config.options import ONE_PROCESS, Overriding
-from trainer.config.text import unquoted
-from trainer.errors import UserError, check_choice, check_folder_name
+from trainer.errors import UserError, check_choice, check_folder_name, first_line
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -20,17 +21,10 @@ if TYPE_CHECKING:
 PREFIX = "space."
 Space = dict[str, BaseDistribution]
 """What each option may be, by its key, such as ``optimizer.lr``."""
-_KINDS = {
-    "log": lambda low, high: FloatDistribution(float(low), float(high), log=True),
-    "uniform": lambda low, high: FloatDistribution(float(low), float(high)),
-    "int": lambda low, high: IntDistribution(int(low), int(high)),
-    "choice": lambda *values: CategoricalDistribution(values),
-}
-_EXAMPLE = "space.optimizer.lr=log(1e-4,1e-2)"
+_EXAMPLE = f'"{PREFIX}optimizer.lr=tag(log,interval(1e-4,1e-2))"'
+"""In the quotes that a shell needs."""
 _NOT_SEARCHED = ("output_dir", "parallel", "tracking", "checkpoint", "device", "resume", "run_name")
 """Keys, and groups, that are no options of a model or its training."""
-_ITEM = re.compile(r"(?:[^,()\[\]{}]|\[[^\]]*\]|\{[^}]*\}|\([^)]*\))+")
-"""What commas separate, outside of brackets."""
 
 
 @dataclass
@@ -69,12 +63,12 @@ def parse_space(arguments: Sequence[str]) -> tuple[Space, list[str]]:
     others = []
     for argument in arguments:
         if argument.startswith(PREFIX):
-            key, _, text = argument.removeprefix(PREFIX).partition("=")
-            space[key] = _distribution(argument, key, unquoted(text))
+            key, distribution = _dimension(argument)
+            space[key] = distribution
         else:
             others.append(argument)
     if not space:
-        raise UserError(f'there is nothing to search; give a space, such as "{_EXAMPLE}"')
+        raise UserError(f"there is nothing to search; give a space, such as {_EXAMPLE}")
     for other in others:
         key = key_of(other)
         if key in space:
@@ -103,16 +97,38 @@ def check_space(space: Space, overrides: list[str]) -> Config:
     return configs[0]
 
 
-def _distribution(argument: str, key: str, text: str) -> BaseDistribution:
-    found = re.fullmatch(rf"\s*({'|'.join(_KINDS)})\s*\((.*)\)\s*", text, re.DOTALL)
-    if not found:
-        raise UserError(f"{argument} is no space; write {_EXAMPLE}, or uniform(…), int(…) or choice(…)")
-    if key.partition(".")[0] in _NOT_SEARCHED:
-        raise UserError(f"{argument}: {key} is not an option of the training; search another one, such as {_EXAMPLE}")
-    kind, values = found[1], [item.strip() for item in _ITEM.findall(found[2])]
-    numbers = "2,8" if kind == "int" else "0.001,0.01"
+def _dimension(argument: str) -> tuple[str, BaseDistribution]:
+    """Return the key of an argument, and what it may be."""
     try:
-        return _KINDS[kind](*values)
-    except (TypeError, ValueError):
-        wanted = f"two numbers{' above 0' * (kind == 'log')}, the lower one first"
-        raise UserError(f"{argument} must have {wanted}, such as {PREFIX}{key}={kind}({numbers})") from None
+        override = OverridesParser.create().parse_override(argument.removeprefix(PREFIX))
+        distribution = _distribution(override)
+    except (HydraException, ValueError) as error:
+        why = first_line(error).rpartition("': ")[2].rstrip(".")  # after "… while evaluating 'log(1,2)': "
+        forms = "interval(low,high), int(interval(low,high)), range(low,high,step) or choice(a,b)"
+        raise UserError(f"{argument} is no space ({why}); write {_EXAMPLE}, or {forms}") from None
+    if override.key_or_group.partition(".")[0] in _NOT_SEARCHED:
+        key = override.key_or_group
+        raise UserError(f"{argument}: {key} is not an option of the training; search another one, such as {_EXAMPLE}")
+    return override.get_key_element(), distribution
+
+
+def _distribution(override: Override) -> BaseDistribution:
+    """Return what Hydra's Optuna sweeper makes of a sweep; both ends of a range belong to it.
+
+    Raises:
+        ValueError: it is one value, or numbers that are no range; or several without ``choice``, as in ``int(1,8)``.
+    """
+    step = None
+    match sweep := override.value():
+        case ChoiceSweep(simple_form=False):
+            return CategoricalDistribution(tuple(override.sweep_string_iterator()))
+        case IntervalSweep(start=low, end=high):
+            pass
+        case RangeSweep(start=low, stop=high, step=step):
+            pass
+        case _:
+            raise ValueError("neither an interval, a range nor a choice")
+    log = "log" in sweep.tags
+    if isinstance(low, int) and isinstance(high, int) and not isinstance(step, float):
+        return IntDistribution(low, high, log, 1 if step is None else step)
+    return FloatDistribution(low, high, log, step)

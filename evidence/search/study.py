@@ -154,6 +154,6 @@ def suggest(trial: optuna.Trial, key: str, distribution: BaseDistribution) -> No
     if isinstance(distribution, CategoricalDistribution):
         trial.suggest_categorical(key, distribution.choices)
     elif isinstance(distribution, IntDistribution):
-        trial.suggest_int(key, distribution.low, distribution.high)
+        trial.suggest_int(key, distribution.low, distribution.high, step=distribution.step, log=distribution.log)
     elif isinstance(distribution, FloatDistribution):
-        trial.suggest_float(key, distribution.low, distribution.high, log=distribution.log)
+        trial.suggest_float(key, distribution.low, distribution.high, step=distribution.step, log=distribution.log)

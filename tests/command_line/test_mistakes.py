@@ -193,7 +193,7 @@ def test_a_precision_of_accelerate_launch_is_said_to_have_no_effect(
 
 
 PAIR = "compare recipe=bignet arms=fp32,bf16"
-LR = "search recipe=bignet space.optimizer.lr=log(1e-4,1e-2)"
+LR = "search recipe=bignet space.optimizer.lr=tag(log,interval(1e-4,1e-2))"
 IN_OTHERS = {
     "advise recipe=gpt2 presicion=bf16": "did you mean 'precision'?",
     "advise recipe=gpt2 time_budget=5": "time_budget=5 is not a duration; write time_budget=90s, ",
@@ -234,13 +234,13 @@ IN_OTHERS = {
     "reproduce claim=shakespeare_cpu device=cpu": "it needs data.path=… (the text https://",
     "reproduce claim=two_y": "claim=two_y is not a claim; did you mean 'two_x'?",
     "search recipe=bignet": "there is nothing to search; give a space, such as",
-    "search recipe=bignet space.optimizer.lr=log(low,1)": "log(low,1) must have two numbers above 0",
-    "search recipe=bignet space.optimizer.lr=uniform(-1,1)": "optimizer.lr=-1.0 must be above 0 and finite",
+    "search recipe=bignet space.optimizer.lr=interval(low,1)": "str is incompatible with Union[int, float]); write ",
+    "search recipe=bignet space.optimizer.lr=interval(-1,1)": "optimizer.lr=-1.0 must be above 0 and finite",
     "search recipe=bignet space.output_dir=choice(a,b)": "output_dir is not an option of the training",
     f"{LR} optimizer.lr=1": "optimizer.lr is searched and set (optimizer.lr=1); remove one of them",
     f"{LR} precision=fp32,bf16": "search them, as in space.precision=choice(fp32,bf16)",
     f"{LR} resume=auto": "resume=auto has no effect: the search sets it",
-    "search recipe=gpt2 space.optimizer.lr=lgo(1,2)": "is no space; write space.optimizer.lr=log(1e-4,1e-2)",
+    "search recipe=gpt2 space.optimizer.lr=log(1,2)": "is no space (Unknown function 'log'); write ",
     "sync uri=foo": "uri=foo is not a URI",
     "ui prot=3": "did you mean 'port'?",
 }

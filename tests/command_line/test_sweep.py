@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from tests.tracked import asked
 from trainer.config.command_line import CommandLine
 from trainer.run import command
 from trainer.run import run as run_module
+from trainer.tracking.store import VIEW_TAG
 from trainer.trainer import Trainer
 
 BIGNET = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "data.samples=64", "eval_samples=4"]
@@ -63,6 +65,9 @@ def test_a_sweep_makes_a_folder_and_an_mlflow_run_for_each(
         _, precision, seed = name.split("-")
         config = json.loads((folder / "outputs" / name / "config.json").read_text())
         assert (config["precision.mode"], f"s{config['seed']}") == (precision, seed)
+        assert config["tags"] == {"group": "sweep-precision-seed"}
+    ((view,),) = asked(store, "select value from experiment_tags where key = ?", VIEW_TAG)
+    assert re.findall("params.`(.+?)`", view)[0] == "seed"
     assert len(set(asked(store, "select run_uuid from metrics where key = 'valid/loss'"))) == 4
     # What Hydra writes about a sweep is gone, and nothing of it is in the current folder.
     assert not list(scratch.glob("mantissa*"))

@@ -24,7 +24,7 @@ from trainer.config.registration import by_key, name_of_composed
 from trainer.errors import RunError
 from trainer.files import SAME
 from trainer.terminal import WIDTH
-from trainer.tracking.store import cut
+from trainer.tracking.store import GROUP_TAG, cut
 
 _IN_EVERY_NAME = ("recipe", "precision", "seed")
 _LONGEST = 150
@@ -174,7 +174,7 @@ class Sweep:
         yield str(self.jobs)
 
     def named(self, composed: DictConfig, overrides: Sequence[str]) -> tuple[str, dict[str, str]]:
-        """Give a run of a sweep a name of its own, and let it continue an earlier run.
+        """Give a run of a sweep a name of its own and the sweep's tag ``group``, and let it continue an earlier run.
 
         Args:
             composed: of the run; changed in place.
@@ -188,6 +188,9 @@ class Sweep:
         if self.keys:
             composed.run_name = name_of(name_of_composed(composed), values, composed.run_name is not None)
             composed.resume = composed.resume or SAME
+            if GROUP_TAG not in composed.tags:
+                group = self.line.value("run_name") or "-".join(["sweep", *self.keys])
+                OmegaConf.update(composed, f"tags.{GROUP_TAG}", str(group), force_add=True)
         return str(composed.run_name), values
 
     def table(self) -> str:

@@ -35,7 +35,17 @@ from trainer.tracking import checkpoints
 from trainer.tracking.datasets import log_datasets
 from trainer.tracking.models import EVALUATED, architecture, describe, logged_model, register
 from trainer.tracking.results import NOTE_TAG, description, summary_lines
-from trainer.tracking.store import connect, create_run, curve_key, cut, database_file, find_run, valid_key
+from trainer.tracking.store import (
+    GROUP_TAG,
+    connect,
+    create_run,
+    curve_key,
+    cut,
+    database_file,
+    find_run,
+    show_swept,
+    valid_key,
+)
 from trainer.tracking.tracked_run import TrackedRun
 
 if TYPE_CHECKING:
@@ -218,6 +228,8 @@ class Follower(threading.Thread):
         new = [Param(key, value) for key, value in params.items() if key not in known]
         marks = [RunTag(valid_key(key), cut(str(value), MAX_TAG_VAL_LENGTH)) for key, value in tags.items()]
         client.log_batch(run_id, params=new, tags=marks, synchronous=True)
+        if GROUP_TAG in tags:
+            show_swept(client, run_id)
         log_datasets(client, run_id, run.datasets)
         if not self._ending.is_set() and found.info.status != "RUNNING":
             client.update_run(run_id, status="RUNNING")

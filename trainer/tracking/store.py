@@ -12,6 +12,7 @@ import shlex
 import sqlite3
 import sys
 import uuid
+from collections.abc import Sequence
 from contextlib import closing
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -28,11 +29,13 @@ VIEW = "mantissa"
 """Name of the view of an experiment's runs, in addresses: ``viewStateShareKey=…``."""
 VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
 """The tag of an experiment that holds the view: without one, MLflow's table has no column of a metric or a tag."""
-_METRICS = ("best_loss", "throughput", "peak_memory_mib", "process_memory_mib")
-_COLUMNS = ["tags.`precision`", *(f"metrics.`{name}`" for name in _METRICS)]
-_ORDER = ["attributes.`Run Name`", "runDateAndNestInfo", *_COLUMNS]
-_STATE = {"selectedColumns": _COLUMNS, "columnOrder": _ORDER, "columnWidths": dict.fromkeys(_COLUMNS, 150)}
-_VIEW = json.dumps({"name": "precision, loss, throughput, memory", "createdAt": 0, "state": json.dumps(_STATE)})
+_METRICS = [f"metrics.`{name}`" for name in ("best_loss", "throughput", "peak_memory_mib", "process_memory_mib")]
+GROUP_TAG = "group"
+"""The tag that runs of one sweep, search or comparison share: its name."""
+_NO_COLUMN = ("run_name", "precision.mode", "hardware.")
+"""Beginnings of params that are no columns of the view, though they vary within a group: two are columns already."""
+_MOST_PARAMS = 12
+"""Params in the view; MLflow takes 5,000 characters."""
 KEY_TAG = "mantissa.key"
 """The tag that holds the key of a run (``TrackedRun.key``)."""
 LOCK_TIMEOUT_S = 60
@@ -230,14 +233,39 @@ def _experiment_id(client: MlflowClient, name: str) -> str:
                 f"MLFLOW_TRACKING_URI={shlex.quote(redacted(str(client.tracking_uri)))} {restore}"
             )
         if VIEW_TAG not in experiment.tags:  # another program has made it
-            client.set_experiment_tag(experiment.experiment_id, VIEW_TAG, _VIEW)
+            client.set_experiment_tag(experiment.experiment_id, VIEW_TAG, _view())
         return str(experiment.experiment_id)
     database = database_file(client.tracking_uri)
     folder = re.sub(r"[^\w.-]", "_", name)
     location = (database.parent / "mlartifacts" / folder).as_uri() if database else None
     # If the kind is set, MLflow's page does not ask the user for it.
-    tags = {"mlflow.experimentKind": "custom_model_development", VIEW_TAG: _VIEW}
+    tags = {"mlflow.experimentKind": "custom_model_development", VIEW_TAG: _view()}
     return str(client.create_experiment(name, location, tags))
+
+
+def _view(params: Sequence[str] = ()) -> str:
+    """Return the view with these params as columns, between precision and metrics."""
+    columns = ["tags.`precision`", *(f"params.`{name}`" for name in params), *_METRICS]
+    order = ["attributes.`Run Name`", "runDateAndNestInfo", *columns]
+    state = {"selectedColumns": columns, "columnOrder": order, "columnWidths": dict.fromkeys(columns, 150)}
+    return json.dumps({"name": "precision, loss, throughput, memory", "createdAt": 0, "state": json.dumps(state)})
+
+
+def show_swept(client: MlflowClient, run_id: str) -> None:
+    """Make columns of the view of the params in which a run differs from the newest other one of its group.
+
+    Every run of a group does so when it begins: together they show what is swept, without a list of it.
+    """
+    run = client.get_run(run_id)
+    experiment_id, group = run.info.experiment_id, run.data.tags[GROUP_TAG].replace("'", "_")  # any character
+    newest = client.search_runs([experiment_id], f"tags.`{GROUP_TAG}` LIKE '{group}'", max_results=2)
+    for other in [other.data.params for other in newest if other.info.run_id != run_id][:1]:
+        view = json.loads(client.get_experiment(experiment_id).tags.get(VIEW_TAG) or _view())
+        columns = json.loads(view["state"])["selectedColumns"]
+        known = [column[len("params.`") : -1] for column in columns if column.startswith("params.")]
+        varied = [key for key, value in sorted(run.data.params.items()) if other.get(key, value) != value]
+        if new := [key for key in varied if key not in known and not key.startswith(_NO_COLUMN)]:
+            client.set_experiment_tag(experiment_id, VIEW_TAG, _view([*known, *new][:_MOST_PARAMS]))
 
 
 def curve_key(name: str) -> str:

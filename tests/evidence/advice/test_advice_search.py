@@ -247,18 +247,25 @@ def test_the_page_has_the_commands_which_compose_to_what_was_measured(tmp_path: 
     text = tmp_path / "it's a text.txt"
     text.write_text("a b c " * 100)
     given = ["experiment=shakespeare_cpu", f"data.path={text}", "precision.fp32_modules=[lm_head]"]
-    among = space(precision=["bf16"])
-    advice = advise(Machine().search(among), [*given, "seed=3", "tracking=local", "output_dir=elsewhere"])
+    among = space(precision=["bf16", "fp16"], compile=["default"], threads=["1"])
+    factors = {"bf16": 0.5, "fp16": 0.6, "compile": 0.95, "threads": 0.9}
+    machine = Machine(factors, faults={"bf16, compile=default, threads=1": ["overflow"]})
+    advice = advise(machine.search(among), [*given, "seed=3", "tracking=local", "output_dir=elsewhere"])
     script, *arguments = shlex.split(advice.training())[1:]
     assert script == "scripts/train.py"
-    assert flatten(compose(arguments)) == flatten(compose([*given, "seed=3", "precision=bf16"]))
+    assert flatten(compose(arguments)) == flatten(compose([*given, "seed=3", "precision=bf16", "threads=1"]))
     advice.overrides = [*TINY, "seed=3"]
     script, *arguments = shlex.split(advice.comparison())[1:]
     plan = planned(arguments)
     assert (script, plan.common, plan.baseline) == ("scripts/compare.py", TINY, "baseline")
-    assert {arm.label: arm.overrides for arm in plan.arms}["advised"] == ("precision=bf16",)
+    assert {arm.label: arm.overrides for arm in plan.arms} == {
+        "baseline": (),
+        "advised": ("precision=bf16", "threads=1"),
+        "second": ("precision=bf16",),
+        "third": ("precision=fp16",),
+    }
     report = advice.report()
     for command in (advice.training(), advice.comparison()):
         assert command in report.text()
-    assert "bf16 (advised)" in report.html()
-    assert advice.content()["winner"] == "bf16"
+    assert "bf16, threads=1 (advised)" in report.html()
+    assert advice.content()["winner"] == "bf16, threads=1"

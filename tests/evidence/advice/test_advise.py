@@ -6,19 +6,14 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from evidence.advice import checkup, command, equal_loss, timing
+from evidence.advice import checkup, command, timing
 from evidence.advice.candidates import Candidate, in_words, space_of
 from evidence.advice.timing import Times
-from evidence.comparison.command import planned
-from evidence.comparison.compare import check_arms
 from evidence.memory.fits import too_large
-from mantissa.compare import Reach
 from mantissa.shell import Ended
-from mantissa.statistics import Interval
 from tests.helpers import CPU
 from trainer.config.compose import compose
 from trainer.config.schema import Config
@@ -114,50 +109,6 @@ def test_the_command_answers_and_writes(
     content = json.loads((folder / "advice.json").read_text())
     assert [entry["label"] for entry in content["entries"]] == ["the default", "micro_batch_size=1"]
     assert (folder / "report.html").is_file()
-
-
-@pytest.mark.parametrize(
-    ("ratios", "advised", "said"),
-    [
-        (
-            {"setting1": (0.7, 0.9), "setting2": (0.4, 0.6)},
-            "micro_batch_size=2",
-            "micro_batch_size=2: 0.50x [0.40, 0.6",
-        ),
-        ({"setting1": (0.9, 1.1), "setting2": None}, "batch_size=4 ", "No setting takes clearly less time"),
-        ({"setting1": None, "setting2": None}, "batch_size=4 ", "is not judged of any setting"),
-    ],
-)
-def test_what_is_soonest_at_the_defaults_final_loss_is_advised(
-    ratios: dict[str, tuple[float, float] | None],
-    advised: str,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The fastest is the microbatch of one, which needs more steps; the comparison is of real command lines."""
-    seconds = {"the default": 1.0, "micro_batch_size=2": 0.8, "micro_batch_size=1": 0.6}
-
-    def compared(arguments: list[str]) -> SimpleNamespace:
-        plan = planned(arguments)
-        check_arms(plan)
-        assert [arm.overrides for arm in plan.arms] == [(), ("micro_batch_size=1",), ("micro_batch_size=2",)]
-        means = {
-            name: low_high and Interval(sum(low_high) / 2, *low_high, 0.95, 5) for name, low_high in ratios.items()
-        }
-        arms = [SimpleNamespace(label=name, reach=Reach(seconds_ratio=mean)) for name, mean in means.items()]
-        return SimpleNamespace(arms=arms, plan=plan)
-
-    monkeypatch.setattr(equal_loss, "compared", compared)
-    monkeypatch.setattr(command, "check", lambda *_: {"faults": [], "missed": [], "healthy": True})
-    monkeypatch.setattr(command, "time_candidate", lambda candidate, *_: Times(seconds[candidate.label], 0.0, 1))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    given = [*SMALL, *FIXED, "batch_size=4", "steps=40", f"output_dir={tmp_path}", "time_budget=9min"]
-    assert command.main([*given, "goal=equal_loss"]) == 0
-    out = capsys.readouterr().out
-    assert said in out
-    assert advised in json.loads((tmp_path / "advice" / "bignet" / "advice.json").read_text())["training"] + " "
 
 
 def test_a_setting_is_examined_by_the_doctor_with_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:

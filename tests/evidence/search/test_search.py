@@ -24,7 +24,7 @@ BIGNET = (
     *("recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "data.samples=64", "eval_samples=4"),
     *("steps=4", "eval_every=2", "device=cpu", "study=it", "pruner=none"),
 )
-LR = "space.optimizer.lr=log(1e-4,1e-1)"
+LR = "space.optimizer.lr=tag(log,interval(1e-4,1e-1))"
 
 
 @pytest.fixture(scope="session")
@@ -95,14 +95,14 @@ def test_a_search_trains_its_trials_and_ends_with_what_to_paste(searched: Callab
     assert (out.count("trial 0: "), out.count("trial 3: ")) == (0, 1)
     assert [trial.params for trial in study(outputs).trials][:3] == proposed
     with pytest.raises(UserError, match=r"the study it in .* is another search \(space differ\); .* study=NAME"):
-        searched("space.optimizer.lr=log(1e-4,1)", "trials=1")
+        searched("space.optimizer.lr=tag(log,interval(1e-4,1))", "trials=1")
     assert len(runs(outputs)) == 4
 
 
 def test_the_proposals_depend_on_the_seed_and_the_trials_number_only(outputs: Path) -> None:
     def proposals(name: str, seed: int, *counts: int) -> list[float]:
         for count in counts:
-            made = opened(outputs, name, "space.x=uniform(0,1)", count, seed)
+            made = opened(outputs, name, "space.x=interval(0,1)", count, seed)
             made.run(lambda trial: (trial.params["x"] - 0.3) ** 2)
         return [trial.params["x"] for trial in made.study.trials]
 

@@ -67,7 +67,7 @@ def test_mistakes_are_one_sentence(argument: str, message: str) -> None:
 
 
 def test_a_mistake_among_overrides_is_named() -> None:
-    others = ["steps=3", "data=text", "experiment=x", "lr=1", "arm.rnus=x", "space.steps=int(1,2)"]
+    others = ["steps=3", "data=text", "experiment=x", "lr=1", "arm.rnus=x", "space.steps=range(1,2)"]
     assert parse(others, Options, "overrides")[1] == others
     for typed, message in {
         "--batch-size=8": "--batch-size=8: write batch_size=8, without dashes",
