@@ -263,7 +263,7 @@ class Hub(TokenizedText, ImageSource):
         types = {name: getattr(each, "dtype", None) or each for name, each in dataset.features.items()}
         # The only row of a JSON file may be the frame of its rows: {"version": "1.0", "data": [{…}, …]}.
         frame = (
-            self.name.endswith(".json") and len(dataset) == 1 and any(not isinstance(of, str) for of in types.values())
+            self.name.endswith(".json") and len(dataset) == 1 and not all(isinstance(of, str) for of in types.values())
         )
         if choice is None and len(fitting) == 1 and (not (lists or frame) or fitting == ["text"]):
             return fitting[0]
