@@ -14,6 +14,7 @@ from inference.load import Exported
 from inference.options import GenerateOptions
 from inference.run_config import configure
 from recipes.data.text.tokenizers import Characters
+from recipes.huggingface import generated
 from trainer.config.options import parse
 from trainer.errors import RunError, UserError
 from trainer.terminal import on_error_stream
@@ -115,9 +116,10 @@ def _write(network: Any, tokenizer: Any, ids: Tensor, options: GenerateOptions) 
     try:
         while written < options.max_new_tokens and not ended:
             left, known = options.max_new_tokens - written, ids if context is None else ids[:, -context:]
-            ids = network.generate(
-                input_ids=known,
-                attention_mask=torch.ones_like(known),
+            ids = generated(
+                network,
+                known,
+                network.config.vocab_size,
                 max_new_tokens=left if context is None else min(left, max(1, context - known.shape[1])),
                 pad_token_id=min(ends, default=0),
                 streamer=shown,
@@ -125,11 +127,7 @@ def _write(network: Any, tokenizer: Any, ids: Tensor, options: GenerateOptions) 
             )
             written += ids.shape[1] - (1 if decodes else known.shape[1])
             ended = decodes or int(ids[0, -1]) in (stop if isinstance(stop, list) else [stop])
-    except RuntimeError as error:
-        if "probability tensor" not in str(error):
-            raise
-        raise RunError(
-            "the model's outputs are not finite; generate with precision=fp32, or from earlier weights"
-        ) from error
+    except FloatingPointError as error:
+        raise RunError(f"{error}; generate with precision=fp32, or from earlier weights") from error
     TextStreamer.end(shown)
     return written, "".join(printed)

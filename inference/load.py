@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from recipes.data.text.pretrained import opening
-from recipes.huggingface import RECIPES
+from recipes.huggingface import RECIPES, quiet
 from recipes.language import LanguageModel, LanguageRecipe
 from trainer.checkpoint.reader import fill
 from trainer.config.registration import groups
@@ -76,16 +76,12 @@ class Exported:
 
         disable_progress_bar()
         cls: Any = groups()["recipe"][self.recipe]
-        level = transformers.logging.get_verbosity()
-        transformers.logging.set_verbosity_error()  # what is missing is reported here
-        try:
-            remedy = "give a folder that save_pretrained wrote"
-            with work("loading the model"), self._opening("cannot be opened by transformers", remedy) as place:
-                model, found = getattr(transformers, cls.model_class).from_pretrained(
-                    **place, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
-                )
-        finally:
-            transformers.logging.set_verbosity(level)
+        remedy = "give a folder that save_pretrained wrote"
+        # Quiet, as what is missing is reported here.
+        with work("loading the model"), self._opening("cannot be opened by transformers", remedy) as place, quiet():
+            model, found = getattr(transformers, cls.model_class).from_pretrained(
+                **place, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
+            )
         if missing := sorted(found["missing_keys"]):
             raise UserError(
                 f"run={self.given}: {self.folder} has no weights for {missing[0]}, so it is not the model that "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -306,6 +306,48 @@ class SizedRecipe(Recipe):
             use = "use data=python_docs, text, hub or synthetic"
             raise UserError(f"recipe={self.name} cannot read data={data.kind}; {use}")
         return data
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let transformers log nothing below errors in what runs inside."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def generated(network: Any, ids: Tensor, vocabulary: int, **options: Any) -> Tensor:
+    """Return what transformers' ``generate`` makes of a text.
+
+    Args:
+        network: one of transformers' models that generate.
+        ids: int64, 1 × tokens: the text, or the input of an encoder.
+        vocabulary: number of token ids; the rows of padding above them are never drawn.
+        options: of ``generate``, beside those that the network's own ``generation_config`` has.
+
+    Returns:
+        int64, 1 × tokens: the text and its continuation, or the output of the decoder.
+
+    Raises:
+        FloatingPointError: the network's outputs are not finite.
+    """
+
+    def known(_: Tensor, scores: Tensor) -> Tensor:
+        if not scores[:, :vocabulary].max().isfinite():  # torch.multinomial would end the work of a GPU for good
+            raise FloatingPointError("the model's outputs are not finite")
+        scores[:, vocabulary:] = -math.inf
+        return scores
+
+    with quiet():
+        output: Tensor = network.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), logits_processor=[known], **options
+        )
+    return output
 
 
 def _network(model: Any) -> Any:

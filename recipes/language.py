@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from recipes.data.text.tokenizers import Tokenizer
 from recipes.data.text.tokens import TextDatasets, Windows
-from recipes.huggingface import SizedRecipe
+from recipes.huggingface import SizedRecipe, generated
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.errors import UserError, check_number
 from trainer.hardware import Hardware, threads
@@ -213,18 +212,15 @@ class LanguageRecipe(SizedRecipe):
         start = datasets.tokens.valid[: min(16, self.tokens_per_sample // 2)].astype(np.int64)
         prompt = torch.from_numpy(start)[None].to(device)
         length = min(_SAMPLE_TOKENS, self.tokens_per_sample - prompt.shape[1])
+        drawn = {"do_sample": True, "temperature": 1.0, "top_k": 40, "top_p": 1.0}
+        ends = {"max_new_tokens": length, "max_time": _SAMPLE_S, "eos_token_id": None}
         torch.manual_seed(0)
-        tokens, past, until = prompt, None, time.monotonic() + _SAMPLE_S
-        written: list[int] = []
-        with threads(1):  # a token is little work to share: where CPUs are busy, threads wait for each other
-            while len(written) < length and time.monotonic() < until:
-                output = model.network.base_model(tokens, past_key_values=past, use_cache=True)
-                logits = model.network.lm_head(output.last_hidden_state[:, -1])[:, : tokenizer.vocab_size].float()
-                if not logits.isfinite().all():
-                    return "no sample: the model's outputs are not finite"
-                top, ids = logits.topk(min(40, logits.shape[-1]))
-                tokens, past = ids.gather(1, torch.multinomial(top.softmax(-1), 1)), output.past_key_values
-                written.append(int(tokens))
+        try:
+            with threads(1):  # a token is little work to share: where CPUs are busy, threads wait for each other
+                ids = generated(model.network, prompt, tokenizer.vocab_size, **drawn, **ends)
+        except FloatingPointError as error:
+            return f"no sample: {error}"
+        written = ids[0, len(start) :].tolist()
         cut = f" ({len(written)} of {length} tokens in {_SAMPLE_S:g} s)" * (len(written) < length)
         text = f"‹{tokenizer.decode(start.tolist())}›{tokenizer.decode(written)}"
         return f"sample{cut}  {' '.join(text.split())}"

@@ -217,11 +217,6 @@ class Hub(TokenizedText, ImageSource):
                     builder = datasets.load_dataset_builder(**arguments, sample_by="document")
                 builder.download_and_prepare()
                 splits: Mapping[str, Any] = builder.as_dataset()
-                if file and file.suffix == ".json" and len(splits["train"]) == 1:  # such as {"data": [{…}, …]}
-                    types = splits["train"].features
-                    lists = [name for name in types if isinstance(getattr(types[name], "feature", None), dict)]
-                    if len(lists) == 1:
-                        splits = datasets.load_dataset(**arguments, field=lists[0])
             except (datasets.exceptions.DatasetGenerationError, UnicodeDecodeError) as error:
                 cause = error.__cause__ or error
                 if file and isinstance(cause, UnicodeDecodeError):
@@ -265,13 +260,19 @@ class Hub(TokenizedText, ImageSource):
         parts = {name: getattr(each, "feature", None) for name, each in dataset.features.items() if kind == "text"}
         texts = {"content", "context", "value"}  # of turns in a chat, of paragraphs
         lists = [name for name, part in parts.items() if isinstance(part, dict) and texts & part.keys()]
-        if choice is None and len(fitting) == 1 and (not lists or fitting == ["text"]):
+        types = {name: getattr(each, "dtype", None) or each for name, each in dataset.features.items()}
+        # The only row of a JSON file may be the frame of its rows: {"version": "1.0", "data": [{…}, …]}.
+        frame = (
+            self.name.endswith(".json") and len(dataset) == 1 and not all(isinstance(of, str) for of in types.values())
+        )
+        if choice is None and len(fitting) == 1 and (not (lists or frame) or fitting == ["text"]):
             return fitting[0]
         are = "column is" if len(fitting) == 1 else "columns are"
         wrong = f"{len(fitting) or 'no'} {are}" if choice is None else f"{choice} is no column"
-        types = {name: getattr(each, "dtype", None) or each for name, each in dataset.features.items()}
         found = "its columns are " + ", ".join(f"{name} ({str(of)[:60]})" for name, of in types.items())
-        use = f"set data.{key}={'|'.join(fitting)}" if fitting else f'{found}; give a file with {{"{kind}": …}} in rows'
+        rows = f'give a file with {{"{kind}": …}} in rows'
+        use = f"{rows}, or " * frame + f"set data.{key}={'|'.join(fitting)}" if fitting else rows
+        use = f"{found}; " * (frame or not fitting) + use
         use += "".join(f"; {name} has texts in lists: write them as one text, in a column of its own" for name in lists)
         raise UserError(f"data.name={self.name}: {wrong} of type {kind}; {use}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5ForConditionalGeneration
 
 from tests.inference.conftest import check_advice, script
@@ -100,6 +102,17 @@ def test_what_ends_a_text_is_not_printed(here: Path, tmp_path: Path) -> None:
     done = generate(f"run={tmp_path}/best", "prompt=The fox", "temperature=0")
     assert done.code == 0, done.err
     assert "tokens/s (1 in" in done.err
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_outputs_that_are_not_finite_end_it(temperature: int, here: Path, tmp_path: Path) -> None:
+    shutil.copytree("outputs/gpt2/best", tmp_path / "best")
+    weights = load_file(tmp_path / "best/model.safetensors")
+    weights["transformer.ln_f.bias"].fill_(math.nan)
+    save_file(weights, tmp_path / "best/model.safetensors", {"format": "pt"})
+    done = generate(f"run={tmp_path}/best", "prompt=The fox", f"temperature={temperature}")
+    assert done.code == 1, done.out
+    assert "the model's outputs are not finite; generate with precision=fp32, or from earlier weights" in done.err
 
 
 MISTAKES = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from recipes.gpt2 import GPT2, SHAPES, Shape
 from recipes.language import LossHead, TokenWindows, torch_can_chunk
@@ -133,6 +133,12 @@ def test_perplexity_is_the_exponential_and_overflows_to_infinity_rather_than_fai
     assert GPT2().report(1e4, {}, 1)["perplexity"] == math.inf
 
 
+@pytest.fixture
+def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.generation.stopping_criteria.time", SimpleNamespace(time=lambda: 0.0))
+
+
+@pytest.mark.usefixtures("no_time_passes")
 def test_the_generated_sample_has_only_known_tokens_and_is_repeatable() -> None:
     trainer = trainer_of(*TINY)
     trainer.model.eval()
@@ -149,8 +155,8 @@ def test_the_generated_sample_has_only_known_tokens_and_is_repeatable() -> None:
     ("a_token_s", "told"),
     [
         (0.0, "sample  ‹<6><45>"),
-        (0.19, "sample (10 of 16 tokens in 2 s)  ‹<6><45>"),
-        (3.0, "sample (0 of 16 tokens in 2 s)  ‹<6><45>"),
+        (0.19, "sample (11 of 16 tokens in 2 s)  ‹<6><45>"),
+        (3.0, "sample (1 of 16 tokens in 2 s)  ‹<6><45>"),
     ],
 )
 def test_the_generated_sample_takes_two_seconds_at_most(
@@ -163,12 +169,42 @@ def test_the_generated_sample_takes_two_seconds_at_most(
         used.append(torch.get_num_threads())
         return next(times)
 
-    monkeypatch.setattr("recipes.language.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("transformers.generation.stopping_criteria.time", SimpleNamespace(time=clock))
     with torch.no_grad(), threads(2):
         text = trainer.recipe.closing_text(trainer.model, trainer.datasets, torch.device("cpu"))
-        assert (used[0], {*used[1:]}, torch.get_num_threads()) == (2, {1}, 2)
+        assert ({*used}, torch.get_num_threads()) == ({1}, 2)
     assert text.startswith(told)
-    assert text.partition("›")[2].count("<") == {0.0: 16, 0.19: 10, 3.0: 0}[a_token_s]
+    assert text.partition("›")[2].count("<") == {0.0: 16, 0.19: 11, 3.0: 1}[a_token_s]
+
+
+@pytest.mark.usefixtures("no_time_passes")
+def test_the_generated_sample_does_not_depend_on_how_a_model_was_published(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It goes on after an end of text, and transformers says nothing of its length and its padding."""
+    trainer = trainer_of(*TINY, "recipe.context=32")
+    network = trainer.model.eval().gpt2
+    texts = []
+    capfd.readouterr()
+    with torch.no_grad():
+        for given in ({}, {"max_length": 20, "temperature": 0.01, "top_p": 0.01, "eos_token_id": [*range(90)]}):
+            network.generation_config = GenerationConfig(do_sample=True, **given)
+            texts.append(trainer.recipe.closing_text(trainer.model, trainer.datasets, torch.device("cpu")))
+    assert texts[0] == texts[1]
+    assert texts[0] is not None
+    assert texts[0].partition("›")[2].count("<") == 16
+    assert not caplog.records
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_no_sample_is_generated_of_outputs_that_are_not_finite(number: float) -> None:
+    trainer = trainer_of(*TINY)
+    trainer.model.eval()
+    with torch.no_grad():
+        trainer.model.gpt2.transformer.ln_f.bias.fill_(number)
+        text = trainer.recipe.closing_text(trainer.model, trainer.datasets, torch.device("cpu"))
+    assert text == "no sample: the model's outputs are not finite"
 
 
 @pytest.mark.parametrize(("kind", "approximate"), [("tanh", "tanh"), ("erf", "none")])

@@ -324,19 +324,47 @@ def test_a_quote_in_a_table_of_tabs_is_a_letter_where_it_has_no_end(tmp_path: Pa
 STANZAS = [{"title": f"T{i}", "text": f"Stanza {i} of the poem."} for i in range(100)]
 
 
-@pytest.mark.parametrize("whole", [{"version": "1.0", "data": STANZAS}, {"rows": STANZAS, "count": 100}, STANZAS])
-def test_rows_of_json_may_stand_under_a_key(whole: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lines", [True, False])
+def test_rows_of_json_are_a_list_or_lines(lines: bool, tmp_path: Path) -> None:
     path = tmp_path / "poems.json"
-    path.write_text(json.dumps(whole))
+    path.write_text("\n".join(map(json.dumps, STANZAS)) if lines else json.dumps(STANZAS))
     data = Hub(name=str(path), tokenizer="bytes", text_column="text").tokens(None)
     assert sum(data.text_bytes.values()) == sum(len(row["text"]) for row in STANZAS)
 
 
-def test_lists_of_rows_of_json_under_two_keys_are_not_chosen_from(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("whole", "options", "message"),
+    [
+        (
+            {"version": "1.0", "data": STANZAS},
+            {},
+            r'its columns are version \(string\), data \(List.*\); give a file with {"text": …} in rows, or set '
+            r"data\.text_column=version$",
+        ),
+        (
+            {"version": "1.0", "data": {"rows": STANZAS}},
+            {},
+            "its columns are version .*, data .*; give a file",
+        ),
+        ({"rows": STANZAS, "count": 100}, {}, r"no columns are of type text; its columns are rows \(List.*, count \("),
+        ({"train": STANZAS, "test": STANZAS}, {}, r"its columns are train \(.*, test \(.*; give a file with"),
+        ({"data": STANZAS}, {"text_column": "text"}, r"text is no column of type text; its columns are data \("),
+        ({"title": "A novel. " * 9, "data": STANZAS}, {"text_column": "title"}, None),
+        ({"text": "A novel. " * 9, "data": STANZAS}, {}, None),
+        ({"story": "A novel. " * 9, "year": 1900}, {}, None),
+    ],
+)
+def test_text_is_not_searched_for_below_the_keys_of_json(
+    whole: Any, options: dict, message: str | None, tmp_path: Path
+) -> None:
     path = tmp_path / "poems.json"
-    path.write_text(json.dumps({"train": STANZAS, "test": STANZAS}))
-    with pytest.raises(UserError, match=r"no columns are of type text; its columns are train \(.*, test \("):
-        Hub(name=str(path)).tokens(None)
+    path.write_text(json.dumps(whole))
+    hub = Hub(name=str(path), tokenizer="bytes", **options)
+    if message is None:
+        assert sum(hub.tokens(None).text_bytes.values()) == len("A novel. " * 9)
+    else:
+        with pytest.raises(UserError, match=message):
+            hub.tokens(None)
 
 
 def test_a_column_of_a_hundred_parts_is_named_in_short(tmp_path: Path) -> None:

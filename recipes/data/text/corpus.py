@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
+import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +19,6 @@ from mantissa.display import quantity
 from recipes.data.text.pretrained import open_tokenizer
 from recipes.data.text.tokenizers import OF_TEXT, OWN_BPE
 from recipes.data.text.tokens import TextSource, TokenData, open_or_build
-from recipes.data.text.unreadable import described, is_utf8
 from trainer.cache import cache_folder
 from trainer.data.contract import check_no_overlap
 from trainer.errors import UserError, check_range, nearest
@@ -186,7 +188,7 @@ class TextFiles(TokenizedText):
     pattern: str = "*.txt"
     """Name pattern of the files to read in a folder and its subfolders."""
     encoding: str = "utf-8"
-    """Encoding of the files, such as latin-1, cp1252 or utf-16."""
+    """Encoding of all the files, such as latin-1, cp1252 or utf-16."""
     test: str | None = None
     """Test text: another file or folder, evaluated once, at the end, with the best weights."""
 
@@ -194,6 +196,12 @@ class TextFiles(TokenizedText):
         super().__post_init__()
         if not self.path:
             raise UserError("missing required option: data.path; set a text file or a folder, such as notes.txt")
+        try:
+            "a".encode(self.encoding)  # codecs.lookup would take those that are of no text, such as base64
+        except (LookupError, ValueError):
+            raise UserError(
+                f"data.encoding={self.encoding} is no encoding of text in Python; use utf-8, latin-1 or utf-16"
+            ) from None
         for key, name in (("data.path", self.path), ("data.test", self.test)):
             path = Path(name or ".").expanduser()
             if not path.exists():
@@ -269,20 +277,33 @@ class TextFile:
         Raises:
             UserError: the file cannot be read, or is not text in this encoding.
         """
-        encoding = "utf-8-sig" if self.encoding == "utf-8" else self.encoding  # without a byte order mark
+        encoding = "utf-8-sig" if self._is_utf8 else self.encoding  # without a byte order mark
+        number = 0
         try:
-            if encoding.lower().startswith(("cp125", "windows", "latin", "iso", "koi8")) and is_utf8(self.path):
-                raise UnicodeError("it would be read as other letters")
-            with self.path.open(encoding=encoding, newline="") as file:
-                for line in file:
-                    if "\0" in line:
-                        raise UnicodeError("a zero byte")
-                    yield line
+            with self.path.open("rb") as file, TextIOWrapper(file, encoding, newline="") as lines:
+                try:
+                    for number, line in enumerate(lines, 1):
+                        if "\0" in line:
+                            raise self._not_text(f"line {number:,} has a zero byte")
+                        yield line
+                except UnicodeDecodeError as error:  # of a piece, which ends where the file was read to
+                    before = error.object[: error.start].decode(self.encoding, "ignore")
+                    number += 1 + len(re.findall("\r\n?|\n", before))
+                    offset = file.tell() - len(error.object) + error.start
+                    byte = error.object[error.start]
+                    raise self._not_text(f"line {number:,} has the byte 0x{byte:02x} at offset {offset:,}") from error
         except UnicodeError as error:
-            raise UserError(f"{self.key}: {self.path} {described(self.path, self.encoding)}") from error
-        except LookupError:
-            raise UserError(
-                f"data.encoding={self.encoding} is unknown to Python; use utf-8, latin-1 or cp1252"
-            ) from None
+            raise self._not_text(str(error)) from error
         except OSError as error:
             raise UserError(f"{self.key}: {self.path} cannot be read ({error.strerror})") from None
+
+    @property
+    def _is_utf8(self) -> bool:
+        return codecs.lookup(self.encoding).name == "utf-8"
+
+    def _not_text(self, why: str) -> UserError:
+        others = "latin-1 or utf-16" if self._is_utf8 else "utf-8 or utf-16-le"
+        return UserError(
+            f"{self.key}: {self.path} is not {self.encoding} text: {why}; give a file of text, or set the encoding "
+            f"that it was written in, such as data.encoding={others}"
+        )
