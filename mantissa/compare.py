@@ -106,7 +106,7 @@ class Store:
                 file.write(json.dumps([kind, content]) + "\n")
 
     def of(self, kind: str) -> list[Any]:
-        """Return what is known of a kind, ``plan``, ``run`` or ``look``, in the order kept."""
+        """Return what is known of a kind, ``plan``, ``files``, ``run`` or ``look``, in the order kept."""
         return [content for each, content in self._lines if each == kind]
 
     def begin(self, plan: dict[str, Any], seeds: Sequence[int], remedy: str) -> None:

@@ -138,8 +138,10 @@ def _store(options: argparse.Namespace) -> Store:
         raise UsageError(f"{folder} keeps {counted(len(kept), 'run')}; add --continue to go on with them, or {anew}")
     plan = {key: getattr(options, key) for key in ("commands", "metric", "step", "margin", "higher_is_better")}
     files = _files(options.commands)
-    store.begin(plan, range(options.seeds), anew, files=files)
-    for name, digest in store.of("plan")[0]["files"].items():
+    store.begin(plan, range(options.seeds), anew)
+    if not store.of("files"):
+        store.add("files", files)
+    for name, digest in store.of("files")[0].items():
         if files.get(name) != digest:
             how = "has changed" if name in files else "is gone"
             raise UsageError(f"{name} {how} since the runs in {folder} began; {anew}")

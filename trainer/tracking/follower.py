@@ -279,7 +279,7 @@ class Follower(threading.Thread):
         """Return MLflow's id of the run's model and the last step of each of its metrics; None: it has no models."""
         from mlflow.exceptions import RestException
 
-        params = {name: self._run.tags[name] for name in ("recipe", "precision") if name in self._run.tags}
+        params = {name: value for name, value in self._run.tags.items() if name in ("recipe", "precision")}
         try:
             model = logged_model(client, client.get_run(run_id), params)
         except RestException as error:  # the answer of a server before MLflow 3
