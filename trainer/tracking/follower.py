@@ -33,7 +33,7 @@ from trainer.files import (
 from trainer.terminal import work
 from trainer.tracking import checkpoints
 from trainer.tracking.datasets import log_datasets
-from trainer.tracking.models import EVALUATED, architecture, describe, logged_model, register
+from trainer.tracking.models import architecture, describe, log_model, register
 from trainer.tracking.results import NOTE_TAG, description, summary_lines
 from trainer.tracking.store import (
     GROUP_TAG,
@@ -110,8 +110,6 @@ class Follower(threading.Thread):
         """False: MLflow has refused to remove a checkpoint."""
         self._stored: dict[str, int] = {}
         """The last step of each metric in MLflow when this attempt began: a resumed run logs later steps again."""
-        self._model: tuple[str | None, dict[str, int]] | None = None
-        """What ``_open_model`` returns; None: this attempt has sent no evaluation yet."""
 
     def conclude(self, status: str, timeout_s: float) -> None:
         """Send the rest of the run; wait at most ``timeout_s`` without progress, and warn of what is still missing."""
@@ -216,7 +214,6 @@ class Follower(threading.Thread):
             self._record()
         run_id = str(run.run_id)
         self._stored = {metric.key: metric.step for metric in found.data.to_proto().metrics}
-        self._model = None
         known, tags, params = found.data.params, dict(run.tags), {}
         for key, value in run.params.items():
             text = value if isinstance(value, str) else json.dumps(value, default=str)
@@ -259,36 +256,15 @@ class Follower(threading.Thread):
         """
         from mlflow.entities import Metric
 
-        metrics = []
-        for line in lines:
-            step, time_ms = line["step"], int(line["time"] * 1000)
-            for name in line.keys() - {"step", "time"}:
-                key, model_id = key_of(name), None
-                stored = self._stored.get(key, -1)
-                if key.startswith(EVALUATED):
-                    if self._model is None:
-                        self._model = self._open_model(client, run_id)
-                    model_id, of_model = self._model
-                    stored = min(stored, of_model.get(key, -1) if model_id else stored)
-                if line[name] is not None and step > stored:
-                    metrics.append(Metric(key, float(line[name]), time_ms, step, model_id))
+        metrics = [
+            Metric(key, float(value), int(line["time"] * 1000), line["step"])
+            for line in lines
+            for name, value in line.items()
+            if name not in ("step", "time") and value is not None
+            if line["step"] > self._stored.get(key := key_of(name), -1)
+        ]
         if metrics:
             client.log_batch(run_id, metrics=metrics, synchronous=True)
-
-    def _open_model(self, client: MlflowClient, run_id: str) -> tuple[str | None, dict[str, int]]:
-        """Return MLflow's id of the run's model and the last step of each of its metrics; None: it has no models."""
-        from mlflow.exceptions import RestException
-
-        params = {name: value for name, value in self._run.tags.items() if name in ("recipe", "precision")}
-        try:
-            model = logged_model(client, client.get_run(run_id), params)
-        except RestException as error:  # the answer of a server before MLflow 3
-            log.warning("MLflow makes no entry in its Models tab (%s).", first_line(error))
-            return None, {}
-        steps: dict[str, int] = {}
-        for metric in model.metrics or ():
-            steps[metric.key] = max(metric.step, steps.get(metric.key, -1))
-        return model.model_id, steps
 
     def _complete(self, client: MlflowClient, run_id: str) -> None:
         """Send the rest: first how the run ended, then what takes long; what is refused keeps nothing else back."""
@@ -303,6 +279,9 @@ class Follower(threading.Thread):
             for name in ARTIFACTS
             if (self._folder / name).exists()
         }
+        if best := summary.get("best"):
+            params = {name: value for name, value in self._run.tags.items() if name in ("recipe", "precision")}
+            parts["its entry in Models"] = partial(log_model, client, run_id, best["step"], params)
         parts["its description"] = partial(self._send_description, client, run_id)
         parts["its checkpoints"] = partial(self._send_checkpoints, client, run_id)
         problems: dict[str, Exception] = {}

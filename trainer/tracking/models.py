@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import re
 import shutil
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from trainer.errors import first_line
 from trainer.files import BEST, read_object
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+
+log = logging.getLogger("mantissa")
 
 PIPELINES = {
     "GPT2LMHeadModel": ("text-generation", "TextGenerationPipeline"),
@@ -22,28 +26,43 @@ PIPELINES = {
 """Task and class of the pipeline that answers with a model of transformers, by the model's class."""
 
 
-EVALUATED = ("valid/", "test_")
-"""How the names of the metrics begin that the model of a run has, too."""
+def log_model(client: MlflowClient, run_id: str, step: int, params: dict[str, str]) -> None:
+    """Make the entry of a run in MLflow's Models tab, with the metrics of its best weights.
 
-
-def logged_model(client: MlflowClient, run: Any, params: dict[str, str]) -> Any:
-    """Return the model of a run in MLflow's Models tab; the first call makes it.
+    The tab shows one value of a metric, whatever its step. So the entry of a run that was continued is made anew.
 
     Args:
         client: of the store.
-        run: MLflow's.
-        params: shown beside the model's metrics.
+        run_id: MLflow's, of a run that has ended.
+        step: of the evaluation that was the best.
+        params: shown beside the metrics.
     """
-    from mlflow.entities import LoggedModelOutput, LoggedModelStatus
+    from mlflow.entities import LoggedModelStatus, Metric
+    from mlflow.exceptions import RestException
 
-    run_id, experiment_id = run.info.run_id, run.info.experiment_id
-    known = client.search_logged_models([experiment_id], f"source_run_id = '{run_id}'", max_results=1)
-    name = re.sub(r"[/:.%\"']", "_", run.info.run_name)
-    model = known[0] if known else client.create_logged_model(experiment_id, name, run_id, params=params)
-    if model.status != LoggedModelStatus.READY:  # new, or made by a process that was killed
-        client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
-        model = client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
-    return model
+    run = client.get_run(run_id)
+    metrics = []
+    for key in run.data.metrics:
+        if key.startswith(("valid/", "test_")):
+            points = [point for point in client.get_metric_history(run_id, key) if key[0] == "t" or point.step == step]
+            metrics += points[-1:]
+    values = {point.key: point.value for point in metrics}
+    try:
+        for known in client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run_id}'"):
+            if known.status == LoggedModelStatus.READY and values == {
+                one.key: one.value for one in known.metrics or ()
+            }:
+                return
+            client.delete_logged_model(known.model_id)
+        name = re.sub(r"[/:.%\"']", "_", run.info.run_name)
+        model = client.create_logged_model(run.info.experiment_id, name, run_id, params=params)
+    except RestException as error:  # of a server before MLflow 3, which has no such entries
+        log.warning("MLflow takes no entry in its Models tab (%s)", first_line(error))
+        return
+    # The run has these points, and takes none twice.
+    of_model = [Metric(one.key, one.value, one.timestamp, one.step, model.model_id) for one in metrics]
+    client.log_batch(run_id, metrics=of_model, synchronous=True)
+    client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
 
 
 def architecture(folder: Path) -> str:

@@ -17,7 +17,6 @@ from mlflow import MlflowClient
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 
 from tests.command_line.conftest import Train
-from tests.command_line.tracking.test_mlflow import forget
 from tests.helpers import same_bits
 from tests.serving import served
 from tests.tracked import run_id, save, tracked
@@ -176,24 +175,6 @@ def test_where_no_links_can_be_made_only_last_copies(
     assert not [item.path for item in client.list_artifacts(run_id(RUN)) if item.path == "metrics.jsonl"]
     succeed(f"resume={RUN}", "tracking.checkpoints=last", "steps=6")
     assert "step-00000006" in stored_names(client, run_id(RUN))
-
-
-def test_a_run_has_one_model_with_the_metrics_of_each_evaluation(
-    succeed: Train, store: str, client: MlflowClient
-) -> None:
-    succeed(*JOB, "steps=3", "eval_every=1", "precision=bf16")
-    own = run_id(RUN)
-    succeed(f"resume={RUN}", "steps=6")
-    forget(RUN)
-    assert send(RUN).status == "sent"  # all of it once more
-    run = client.get_run(own)
-    (model,) = client.search_logged_models([run.info.experiment_id])
-    assert (model.source_run_id, model.status, model.params["precision"]) == (own, "READY", "bf16")
-    assert [output.model_id for output in run.outputs.model_outputs] == [model.model_id]
-    known = [(metric.key, metric.step) for metric in model.metrics]
-    of_run = [point.step for point in client.get_metric_history(own, "valid/loss")]
-    assert sorted(step for key, step in known if key == "valid/loss") == sorted(of_run) == list(range(1, 7))
-    assert not [key for key, _ in known if key.startswith("train/")]
 
 
 @pytest.fixture

@@ -105,3 +105,28 @@ def test_the_description_says_how_to_open_them_and_a_users_own_stays(
     assert client.get_run(run_id).data.tags["mlflow.note.content"] == "in the user's own words"
     versions = client.search_model_versions("name = 'net'")
     assert [(version.version, version.source) for version in versions] == [(1, f"runs:/{run_id}/best")]
+
+
+def test_a_run_has_one_entry_among_the_models_with_the_metrics_of_its_best_weights(
+    succeed: Train, folder: Path, store: str
+) -> None:
+    job = ("recipe=bignet", "recipe.width=8", "recipe.layers=2", "batch_size=4", "data.samples=16", "eval_samples=4")
+    run, client = folder / "outputs/run", connect(store)
+
+    def entry() -> Any:
+        stored = client.get_run(json.loads((run / TRACKING_FILE).read_text())["run_id"])
+        (model,) = client.search_logged_models([stored.info.experiment_id])
+        assert (model.source_run_id, model.status, model.params["precision"]) == (stored.info.run_id, "READY", "bf16")
+        (metric,) = model.metrics
+        points = [point.step for point in client.get_metric_history(stored.info.run_id, "valid/loss")]
+        assert points == sorted({*points})
+        return metric.key, metric.step, metric.value
+
+    succeed(*job, "steps=3", "eval_every=1", "precision=bf16", "run_name=run", "schedule=constant")
+    for more in ((), ("steps=30",), ()):
+        succeed(f"resume={run}", *more)
+        best = json.loads((run / "summary.json").read_text())["best"]
+        assert entry() == ("valid/loss", best["step"], best["value"])
+        forget(run)
+        assert send(run).status == "sent"  # all of it once more
+        assert entry() == ("valid/loss", best["step"], best["value"])
