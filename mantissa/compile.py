@@ -11,7 +11,6 @@ from torch import nn
 
 def compile_in_place(
     module: nn.Module,
-    backend: Any = "inductor",
     mode: str | None = None,
     *,
     mixed: bool = False,
@@ -25,8 +24,7 @@ def compile_in_place(
 
     Args:
         module: whose parameters keep their names.
-        backend: of torch.compile.
-        mode: of torch.compile, for inductor.
+        mode: of torch.compile.
         mixed: whether some of its operators compute in another dtype than autocast's.
         round_as_eager: let inductor's kernels round to 16 bits wherever eager does, see ``Precision.rounds_as_eager``.
         settings: further ones of inductor.
@@ -36,18 +34,16 @@ def compile_in_place(
     # torch would compile the backward pass under the autocast around the forward pass, where the gradients of what
     # computes in fp32 would be multiplied in 16 bits. (The passes of a step are backward without one.)
     config.backward_pass_autocast = "off" if mixed else "same_as_forward"
-    options: dict[str, Any] = {"backend": backend}
-    if backend == "inductor":
-        of_mode = torch._inductor.list_mode_options(mode) if mode else {}
-        options["options"] = of_mode | _avoid_wrong_gradients() | {"emulate_precision_casts": round_as_eager} | settings
+    of_mode: dict[str, Any] = torch._inductor.list_mode_options(mode) if mode else {}
+    options = of_mode | _avoid_wrong_gradients() | {"emulate_precision_casts": round_as_eager} | settings
 
     def call(*arguments: Any, **keywords: Any) -> Any:
         return module._call_impl(*arguments, **keywords)
 
     if type(module).forward.__module__.startswith("torch.nn."):
-        module._compiled_call_impl = torch.compile(call, **options)
+        module._compiled_call_impl = torch.compile(call, options=options)
     else:
-        module.compile(**options)
+        module.compile(options=options)
 
 
 def _avoid_wrong_gradients() -> dict[str, Any]:

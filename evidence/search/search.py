@@ -8,7 +8,6 @@ import shlex
 import time
 from contextlib import redirect_stdout
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +16,6 @@ import torch
 from optuna.pruners import MedianPruner, NopPruner
 from optuna.trial import FrozenTrial, TrialState
 
-from evidence.mlflow import publish, run_above
 from evidence.search.space import SearchOptions, check_space, overrides_of, parse_space, shown
 from evidence.search.study import DATABASE, Search, open_study
 from mantissa.display import columns, duration, loss
@@ -33,8 +31,9 @@ from trainer.run.fit import release_memory
 from trainer.run.run import Run
 from trainer.run.scores import Score
 from trainer.run.start import train
-from trainer.tracking.store import GROUP_TAG
+from trainer.tracking.store import GROUP_TAG, connect, create_run, usable_uri
 from trainer.tracking.tracked_run import TrackedRun
+from trainer.tracking.ui import shown_at
 
 
 class Pruned(RunError, optuna.TrialPruned):
@@ -152,10 +151,26 @@ def _publish(search: Search, output_dir: Path) -> None:
     """Fold the trials under one run in MLflow, where they are there, and print where it is."""
     folders = [output_dir / search.run_of(trial) for trial in search.counted()]
     runs = [TrackedRun.read(folder) for folder in folders if (folder / TRACKING_FILE).exists()]
-    if sent := [run for run in runs if run.run_id]:
-        first, name = sent[0], f"search-{search.study.study_name}"
-        above = partial(run_above, runs=sent, name=name, key=f"search-{first.key}", began_s=first.started_s)
-        print(publish("the search", str(first.uri), above))
+    sent = [run for run in runs if run.run_id]
+    if not sent:
+        return
+    first = sent[0]
+    try:
+        uri = usable_uri(str(first.uri))
+        client = connect(uri)
+        experiment = client.get_experiment(first.experiment_id).name
+        name, key = f"search-{search.study.study_name}", f"search-{first.key}"
+        above = create_run(client, experiment, name, key, first.started_s)
+        precisions = dict.fromkeys(run.tags["precision"] for run in sent)
+        client.set_tag(above.info.run_id, "precision", ", ".join(precisions))
+        for run in sent:
+            client.set_tag(str(run.run_id), "mlflow.parentRunId", above.info.run_id)
+        if above.info.status != "FINISHED":
+            client.set_terminated(above.info.run_id)
+    except Exception as error:  # of many kinds, by MLflow and what lies below it
+        print(f"the search is not in MLflow ({first_line(error)}); run the same command again to retry")
+    else:
+        print(shown_at(uri, above.info.experiment_id, above.info.run_id))
 
 
 def _complete(search: Search) -> list[FrozenTrial]:

@@ -61,6 +61,8 @@ class Planted:
     """From the model's output and the batch to the loss, summed over the samples."""
     scaler: Scaler = field(default_factory=AutoScaler)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    micro_batch_size: int = BATCH
+    """Samples of a microbatch; a step has ``BATCH``."""
 
     def trainer(self) -> Trainer:
         """Return the trainer."""
@@ -85,7 +87,7 @@ class PlantedRecipe(Recipe):
     planted: Any = None
 
     def sizes(self, hardware: Hardware) -> Sizes:
-        return Sizes(100, BATCH, BATCH)
+        return Sizes(100, BATCH, self.planted.micro_batch_size)
 
     def datasets(self, data: DataSource, seed: int) -> Datasets:
         torch.manual_seed(seed + 1)

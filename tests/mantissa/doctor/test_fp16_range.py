@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mantissa.doctor.fp16_range import HIGHEST, LOWEST, Exponents, fp16_range
-from tests.mantissa.doctor.planted import TINY, WIDTH, around, step_of, step_of_run
+from tests.mantissa.doctor.planted import BATCH, TINY, WIDTH, around, step_of, step_of_run
 
 
 def test_what_a_scale_loses_is_what_fp16_rounds_to_0() -> None:
@@ -49,7 +49,7 @@ def test_microbatches_and_recomputed_blocks_are_counted_once() -> None:
 
 
 def test_the_highest_scale_holds_the_largest_gradient_of_any_microbatch() -> None:
-    step = step_of(lambda: around(nn.Linear(WIDTH, WIDTH)), "fp16", ranks=2)
+    step = step_of(lambda: around(nn.Linear(WIDTH, WIDTH)), "fp16", micro_batch_size=BATCH // 2)
     step.microbatches[0]["x"] *= 64
     highest = fp16_range(step).highest
     assert highest is not None
