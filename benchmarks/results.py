@@ -77,7 +77,7 @@ def read_folder(folder: Path) -> tuple[str, dict[str, dict[str, Any]]]:
     """Return the command that a folder is of, and what it measured. Raises UserError: it holds no such thing."""
     if (path := folder / "claim.json").is_file():
         found = read_json(path)
-        return found["command"], {f"{found['claim']}: {row.pop('quantity')}": row for row in found["findings"]}
+        return found["command"], {f"{found['claim']}: {row.pop('quantity')}": row for row in found["rows"]}
     if not (path := folder / "comparison.json").is_file():
         raise UserError(f"{folder} holds no finished comparison and no claim; name outputs/compare/NAME, for example")
     found, measured = read_json(path), dict[str, dict[str, Any]]()

@@ -1,6 +1,6 @@
 """What a Python program uses a trained model with: ``from trainer import evaluate, generate``.
 
-Each shows what its command shows, and returns it.
+Each shows what its command shows, and returns it. Each leaves torch set up as it needed it, as ``train`` does.
 """
 
 from __future__ import annotations

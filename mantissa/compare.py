@@ -382,7 +382,8 @@ def _compared(losses: Losses, base: Losses) -> Quality:
         # What a precision breaks with some seeds is no reason to judge it by the others.
         quality.verdict = NOT_JUDGED
         counts = f"{len(failed)} of {len(others)} runs"
-        why.append(f"{counts} failed where the baseline's did not; continue the comparison to retry them")
+        remedy = "the same command retries them (python -m mantissa compare: with --continue)"
+        why.append(f"{counts} failed where the baseline's did not; {remedy}")
     else:
         if len(differences) < len(losses):
             why.append(f"only {len(differences)} of {len(losses)} pairs finished")

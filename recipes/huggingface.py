@@ -337,15 +337,16 @@ def generated(network: Any, ids: Tensor, vocabulary: int, **options: Any) -> Ten
         FloatingPointError: the network's outputs are not finite.
     """
 
-    def known(_: Tensor, scores: Tensor) -> Tensor:
-        if not scores[:, :vocabulary].max().isfinite():  # torch.multinomial would end the work of a GPU for good
+    def mask_padding(_: Tensor, scores: Tensor) -> Tensor:
+        # On a GPU a failed assert in torch.multinomial makes the process unable to use it again.
+        if not scores[:, :vocabulary].max().isfinite():
             raise FloatingPointError("the model's outputs are not finite")
         scores[:, vocabulary:] = -math.inf
         return scores
 
     with quiet():
         output: Tensor = network.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), logits_processor=[known], **options
+            input_ids=ids, attention_mask=torch.ones_like(ids), logits_processor=[mask_padding], **options
         )
     return output
 

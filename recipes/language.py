@@ -177,7 +177,7 @@ class LanguageRecipe(SizedRecipe):
         return [Decision("recipe.chunked_loss", True, "the logits take more than the free memory")]
 
     def avoidable_bytes(self, datasets: TextDatasets, micro_batch_size: int) -> int:
-        """Return the memory of the logits, log-probabilities and gradients, 12 bytes in all."""
+        """Return the bytes of fp32 logits, log-probabilities and gradients: 12 for each token and vocabulary entry."""
         return 12 * micro_batch_size * self.tokens_per_sample * datasets.vocabulary
 
     def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[np.ndarray], Dataset], str]:

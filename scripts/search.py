@@ -1,6 +1,6 @@
 """Search for good options: python scripts/search.py recipe=gpt2 "space.optimizer.lr=tag(log,interval(1e-4,1e-2))"
 
-  space.<key>=…       for each key to search, as Hydra's Optuna sweeper reads it: interval(low,high),
+  space.<key>=…       for each key to search, in Hydra's grammar: interval(low,high),
                       tag(log,interval(low,high)), int(interval(low,high)), range(low,high,step) or choice(a,b,c)
   trials=20           trials of the whole study; each is a run with a folder of its own
   pruner=median       ends a trial that is worse than the median of the earlier ones; or none

@@ -28,7 +28,8 @@ def cached(kind: str, of: dict[str, Any], work: Callable[[], T]) -> T:
         of: everything that the result depends on, as JSON.
         work: returns JSON.
     """
-    key, path = json.dumps(of, sort_keys=True), _path(kind, of)
+    key = json.dumps(of, sort_keys=True)
+    path = cache_folder() / kind / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(path.read_text(encoding="utf-8"))
         if known["of"] == json.loads(key):
@@ -41,7 +42,3 @@ def cached(kind: str, of: dict[str, Any], work: Callable[[], T]) -> T:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps({"of": of, "result": result}))
     return result
-
-
-def _path(kind: str, of: dict[str, Any]) -> Path:
-    return cache_folder() / kind / f"{hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:24]}.json"

@@ -228,7 +228,7 @@ class Recipe:
         return []
 
     def avoidable_bytes(self, datasets: Any, micro_batch_size: int) -> int:
-        """Return the memory of a microbatch that ``memory_overrides`` avoid."""
+        """Return the bytes of a microbatch that ``memory_overrides`` would save."""
         return 0
 
     def datasets(self, data: DataSource, seed: int) -> Datasets:

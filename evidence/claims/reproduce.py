@@ -26,7 +26,7 @@ from trainer.run.provenance import git_facts, versions
 from trainer.terminal import on_error_stream, work
 
 NOT_HERE, NO_VERDICT = "NOT TESTABLE HERE", "no verdict"
-FINDINGS_FILE = "claim.json"
+RESULT_FILE = "claim.json"
 _short = partial(shorten, placeholder=" …")
 
 
@@ -69,8 +69,8 @@ def _test_in_short(claim: Claim, hardware: Hardware, given: list[str], runner: R
     log = runner.folder / "test.log"
     with log.open("w", encoding="utf-8") as file, on_error_stream(), work(claim.id), redirect_stdout(file):
         failed = test(claim, hardware, given, runner)
-    found = read_json(runner.folder / FINDINGS_FILE)
-    measured = [f"{row['value']:.3g}{row['unit']} {row['quantity']}" for row in found["findings"][:1]]
+    found = read_json(runner.folder / RESULT_FILE)
+    measured = [f"{row['value']:.3g}{row['unit']} {row['quantity']}" for row in found["rows"][:1]]
     words = [f"a run failed, see {log}"] if failed else [f"published {claim.published}", *measured]
     print(_short(f"{claim.id}: {'; '.join([found['verdict'], *words])}", 200 if failed else 100), flush=True)
     return failed
@@ -106,10 +106,10 @@ def test(claim: Claim, hardware: Hardware, given: list[str], runner: Runner) -> 
     related = claim.only_related(hardware)
     rows = list[tuple[Criterion, Ratio]]()
     for number, criterion in enumerate(claim.criteria):
-        if related or number in left_out:
+        why = left_out.get(number)
+        if related or why:
             criterion = replace(criterion, at_least=-math.inf, at_most=math.inf)
-        absent = Ratio(None, why=f"{NOT_HERE}: {left_out.get(number)}")
-        rows.append((criterion, absent if number in left_out else row_of(criterion, outcomes)))
+        rows.append((criterion, Ratio(None, why=f"{NOT_HERE}: {why}") if why else row_of(criterion, outcomes)))
     verdicts = [criterion.verdict(row) for criterion, row in rows]
     verdict = next((one for one in (REFUTED, INCONCLUSIVE, CONFIRMED) if one in verdicts), NO_VERDICT)
     print(f"\n{claim.id}: {verdict}{f' ({related})' if related else ''}; published: {claim.published}")
@@ -119,8 +119,8 @@ def test(claim: Claim, hardware: Hardware, given: list[str], runner: Runner) -> 
     for run in failed:
         print(f"  failed: {run.arm}, seed {run.seed}: {run.reason}")
     command = " ".join(["python scripts/reproduce.py", f"claim={claim.id}", *(f"{key}=…" for key in claim.asks)])
-    found = {"claim": claim.id, "verdict": verdict, "command": command, "findings": _kept(rows)}
-    write_json(runner.folder / FINDINGS_FILE, found)
+    found = {"claim": claim.id, "verdict": verdict, "command": command, "rows": _kept(rows)}
+    write_json(runner.folder / RESULT_FILE, found)
     return int(bool(failed))
 
 
@@ -152,7 +152,7 @@ def _line(criterion: Criterion, row: Ratio) -> str:
 
 
 def _kept(rows: list[tuple[Criterion, Ratio]]) -> list[dict[str, object]]:
-    """Return the rows without doubt as ``benchmarks/results.py`` keeps them."""
+    """Return the measured rows that have no ``why``, as ``benchmarks/results.py`` keeps them."""
     return [
         {
             "quantity": criterion.quantity(),

@@ -99,7 +99,9 @@ def judge(
 
 
 def ratio(name: str, runs: dict[int, Outcome], base: dict[int, Outcome]) -> Ratio:
-    """Measure a quantity of an arm, and its ratio to the baseline, of pairs of numbers above 0.
+    """Return an arm's values of a quantity and their ratios to the baseline's, seed by seed.
+
+    A pair has no ratio if a number is 0 or less, or the baseline's is infinite.
 
     Args:
         name: of ``MEASURES``.

@@ -1,7 +1,8 @@
-"""The space of a search, in Hydra's grammar, as its Optuna sweeper reads it: ``space.KEY=interval(0,1)``."""
+"""The space of a search, in Hydra's grammar: ``space.KEY=interval(0,1)``."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,7 @@ def parse_space(arguments: Sequence[str]) -> tuple[Space, list[str]]:
     """Return the space on a command line, and its other arguments.
 
     Raises:
-        UserError: there is no space, or a part of it is none.
+        UserError: there is no space, or a part of it is not one.
     """
     space: Space = {}
     others = []
@@ -105,7 +106,7 @@ def _dimension(argument: str) -> tuple[str, BaseDistribution]:
     except (HydraException, ValueError) as error:
         why = first_line(error).rpartition("': ")[2].rstrip(".")  # after "… while evaluating 'log(1,2)': "
         forms = "interval(low,high), int(interval(low,high)), range(low,high,step) or choice(a,b)"
-        raise UserError(f"{argument} is no space ({why}); write {_EXAMPLE}, or {forms}") from None
+        raise UserError(f"{argument} is not a search space ({why}); write {_EXAMPLE}, or {forms}") from None
     if override.key_or_group.partition(".")[0] in _NOT_SEARCHED:
         key = override.key_or_group
         raise UserError(f"{argument}: {key} is not an option of the training; search another one, such as {_EXAMPLE}")
@@ -113,22 +114,23 @@ def _dimension(argument: str) -> tuple[str, BaseDistribution]:
 
 
 def _distribution(override: Override) -> BaseDistribution:
-    """Return what Hydra's Optuna sweeper makes of a sweep; both ends of a range belong to it.
+    """Return what a sweep may be; unlike Hydra's, a range has its end in it, where the steps reach it.
 
     Raises:
-        ValueError: it is one value, or numbers that are no range; or several without ``choice``, as in ``int(1,8)``.
+        ValueError: it is one value, or numbers that are not a range; or several without ``choice``, as in ``int(1,8)``.
     """
     step = None
     match sweep := override.value():
-        case ChoiceSweep(simple_form=False):
+        case ChoiceSweep(simple_form=False, shuffle=False):
             return CategoricalDistribution(tuple(override.sweep_string_iterator()))
         case IntervalSweep(start=low, end=high):
             pass
-        case RangeSweep(start=low, stop=high, step=step):
+        case RangeSweep(start=low, stop=high, step=step, shuffle=False):
             pass
         case _:
             raise ValueError("neither an interval, a range nor a choice")
     log = "log" in sweep.tags
-    if isinstance(low, int) and isinstance(high, int) and not isinstance(step, float):
-        return IntDistribution(low, high, log, 1 if step is None else step)
-    return FloatDistribution(low, high, log, step)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # the last step may end before ``high``
+        if isinstance(low, int) and isinstance(high, int) and not isinstance(step, float):
+            return IntDistribution(low, high, log, 1 if step is None else step)
+        return FloatDistribution(low, high, log, step)

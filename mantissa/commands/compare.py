@@ -31,15 +31,15 @@ folder, commit or interpreter: "cd old && python train.py --seed {SEED}".
 A command that is given again runs with other seeds (plus {SEED_SHIFT}), which shows the noise.
 
 Runs that have ended are kept. --continue goes on after a stop, retries what failed, and runs more --seeds, with
-stricter tests. It refuses if a file that a command names has changed. What else has changed, such as a module or a
-package, it does not know: then begin anew, with another --report.
+stricter tests. It refuses if a file that a command names has changed. It does not notice changes of modules or
+packages: after one, name another --report.
 
 Exit code: 0 where all are EQUIVALENT to the first, 1 where not, 2 for a mistake, 130 when interrupted.
 """
 _NUMBER = r"[-+]?(?:(?:nan|inf(?:inity)?|null|none|n/a)(?!\w)|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
 """A number as programs print it, or what they print for one that is not finite, or for none."""
 _RUNS_ON = re.compile(r"[^\W\d]|#|[.,:'’\u00a0\u2009\u202f]\d")
-"""What makes a number unclear that it stands behind: ``1,234``, ``1.2.3``, ``1:30``, ``12_345``, ``1.2k``."""
+"""What makes a number ambiguous when it follows directly: ``1,234``, ``1.2.3``, ``1:30``, ``12_345``, ``1.2k``."""
 _CONTROL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\].*?(?:\x07|\x1b\\))")
 """Colours, movements of the cursor, and links of terminals."""
 _OTHER_RANK = re.compile(r"\[(?:rank|default)[1-9]")  # as torchrun marks the lines of all ranks but the first
@@ -123,7 +123,7 @@ def _arms(commands: Sequence[str]) -> dict[str, str]:
 
 
 def _store(options: argparse.Namespace) -> Store:
-    """Return what is known of the comparison, with its plan: nothing else, or the runs that are kept and continue it.
+    """Open the report's store: a new one, or with ``--continue`` the one whose runs go on.
 
     Raises:
         UsageError: runs are kept, and they are not to be continued, or not as they began.
@@ -132,7 +132,7 @@ def _store(options: argparse.Namespace) -> Store:
     path = report_folder(folder) / "kept.jsonl"
     store = Store(path)
     if not (kept := store.of("run")):
-        path.unlink(missing_ok=True)  # a plan without runs binds nobody
+        path.unlink(missing_ok=True)  # without runs, another plan may begin here
         store = Store(path)
     elif not options.continues:
         raise UsageError(f"{folder} keeps {counted(len(kept), 'run')}; add --continue to go on with them, or {anew}")
@@ -196,7 +196,7 @@ def _run(arm: str, seed: int, command: str, options: argparse.Namespace) -> Run:
     elif ended.code:
         failure = f"ended with exit code {ended.code}"
     else:
-        failure, lines = f"printed no number behind the text {metric!r}", _close(metric, ended) or lines
+        failure, lines = f"printed no number after the text {metric!r}", _close(metric, ended) or lines
     return Run(arm, seed, None, ended.seconds, f"`{command}` {failure}; {lines}")
 
 
@@ -221,7 +221,7 @@ def _curve(options: argparse.Namespace, text: str) -> tuple[list[float], list[fl
 
 
 def last_number(before: str, printed: str) -> float | None:
-    """Return the number that a program printed last behind a text; None: it printed none there.
+    """Return the number that a program printed last after a text; None: it printed none there.
 
     Between the two may be spaces, ``:``, ``=`` and quotes. ``loss`` is not found in ``aux_loss``. What is printed for
     no number, such as null, is a nan.
@@ -239,9 +239,7 @@ def last_number(before: str, printed: str) -> float | None:
     last = (of_first or found)[-1]
     if _RUNS_ON.match(printed, last.end()):
         shown = printed[last.start() : last.end() + 5].partition("\n")[0]
-        raise UsageError(
-            f"{shown!r} can be read in two ways; print digits and a decimal point, and a space behind them"
-        )
+        raise UsageError(f"{shown!r} can be read in two ways; print digits and a decimal point, and a space after them")
     try:
         return float(last[1])
     except ValueError:

@@ -27,7 +27,7 @@ class FormatTrial:
 
     name: str
     build: Callable[[], Replay] | None = None
-    """Returns the replay; None: it is another trial's, compiled."""
+    """Returns the replay; None: it is the step, compiled, which ``compiled_trial`` takes."""
     scales: list[float] = field(default_factory=lambda: [1.0])
     """Loss scales to try in this order, until one is finite."""
     status: str = ""

@@ -257,24 +257,27 @@ class Hub(TokenizedText, ImageSource):
         if choice and choice in fitting:
             return choice
         kind = key.removesuffix("_column")
-        parts = {name: getattr(each, "feature", None) for name, each in dataset.features.items() if kind == "text"}
+        items = {name: getattr(each, "feature", None) for name, each in dataset.features.items() if kind == "text"}
         texts = {"content", "context", "value"}  # of turns in a chat, of paragraphs
-        lists = [name for name, part in parts.items() if isinstance(part, dict) and texts & part.keys()]
+        lists = [name for name, item in items.items() if isinstance(item, dict) and texts & item.keys()]
         types = {name: getattr(each, "dtype", None) or each for name, each in dataset.features.items()}
-        # The only row of a JSON file may be the frame of its rows: {"version": "1.0", "data": [{…}, …]}.
-        frame = (
+        # {"version": …, "data": [{…}, …]} is read as a single row.
+        is_nested = (
             self.name.endswith(".json") and len(dataset) == 1 and not all(isinstance(of, str) for of in types.values())
         )
-        if choice is None and len(fitting) == 1 and (not (lists or frame) or fitting == ["text"]):
+        if choice is None and len(fitting) == 1 and (not (lists or is_nested) or fitting == ["text"]):
             return fitting[0]
         are = "column is" if len(fitting) == 1 else "columns are"
-        wrong = f"{len(fitting) or 'no'} {are}" if choice is None else f"{choice} is no column"
-        found = "its columns are " + ", ".join(f"{name} ({str(of)[:60]})" for name, of in types.items())
-        rows = f'give a file with {{"{kind}": …}} in rows'
-        use = f"{rows}, or " * frame + f"set data.{key}={'|'.join(fitting)}" if fitting else rows
-        use = f"{found}; " * (frame or not fitting) + use
-        use += "".join(f"; {name} has texts in lists: write them as one text, in a column of its own" for name in lists)
-        raise UserError(f"data.name={self.name}: {wrong} of type {kind}; {use}")
+        wrong = f"{len(fitting) or 'no'} {are}" if choice is None else f"{choice} is not a column"
+        parts, remedies = [f"data.name={self.name}: {wrong} of type {kind}"], list[str]()
+        if is_nested or not fitting:
+            parts.append("its columns are " + ", ".join(f"{name} ({str(of)[:60]})" for name, of in types.items()))
+            remedies.append(f'give a file with {{"{kind}": …}} in rows')
+        if fitting:
+            remedies.append(f"set data.{key}={'|'.join(fitting)}")
+        parts.append(", or ".join(remedies))
+        parts += [f"{name} has texts in lists: write them as one text, in a column of its own" for name in lists]
+        raise UserError("; ".join(parts))
 
     def _labels(self, key: str, choice: str, label: str, classes: list[str]) -> np.ndarray:
         """Return the labels of a split as int64 indices into ``classes``. Raises UserError for a row that has none."""

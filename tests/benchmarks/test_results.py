@@ -128,6 +128,6 @@ def test_the_newest_measurement_of_clean_code_replaces_the_earlier_one(
 def test_a_folder_that_measured_nothing_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no finished comparison and no claim"):
         read_folder(tmp_path)
-    found = {"claim": "mine", "command": "c", "findings": [{"quantity": "throughput, a over b", "value": 2.0}]}
+    found = {"claim": "mine", "command": "c", "rows": [{"quantity": "throughput, a over b", "value": 2.0}]}
     (tmp_path / "claim.json").write_text(json.dumps(found))
     assert read_folder(tmp_path) == ("c", {"mine: throughput, a over b": {"value": 2.0}})

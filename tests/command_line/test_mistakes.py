@@ -240,7 +240,7 @@ IN_OTHERS = {
     f"{LR} optimizer.lr=1": "optimizer.lr is searched and set (optimizer.lr=1); remove one of them",
     f"{LR} precision=fp32,bf16": "search them, as in space.precision=choice(fp32,bf16)",
     f"{LR} resume=auto": "resume=auto has no effect: the search sets it",
-    "search recipe=gpt2 space.optimizer.lr=log(1,2)": "is no space (Unknown function 'log'); write ",
+    "search recipe=gpt2 space.optimizer.lr=log(1,2)": "is not a search space (Unknown function 'log'); write ",
     "sync uri=foo": "uri=foo is not a URI",
     "ui prot=3": "did you mean 'port'?",
 }

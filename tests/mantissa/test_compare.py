@@ -242,7 +242,7 @@ def test_a_log_with_steps_says_how_many_it_takes_to_the_final_metric_of_the_firs
 
 
 def test_a_log_in_which_no_step_is_found_is_a_mistake(commands: Commands, capsys: pytest.CaptureFixture[str]) -> None:
-    for step, why in (("epoch", "printed no number behind the text 'epoch'"), (" ", "--step is empty")):
+    for step, why in (("epoch", "printed no number after the text 'epoch'"), (" ", "--step is empty")):
         assert commands.compare(commands.base(), commands.like("same"), "--step", step) == 2
         assert why in capsys.readouterr().err
 
@@ -266,10 +266,10 @@ def test_an_arm_that_diverges_where_the_first_does_not_is_worse(commands: Comman
     ("command", "reported"),
     [
         ("echo {seed}; echo no such file >&2; exit 3", "ended with exit code 3; its last lines: 0 / no such file"),
-        ("echo loss {seed}", "printed no number behind the text 'val loss'; its last lines: loss 0"),
+        ("echo loss {seed}", "printed no number after the text 'val loss'; its last lines: loss 0"),
         (
             "echo Val_loss: {seed}; echo val loss: high; echo done",
-            "printed no number behind the text 'val loss'; lines that are close: Val_loss: 0 / val loss: high",
+            "printed no number after the text 'val loss'; lines that are close: Val_loss: 0 / val loss: high",
         ),
         ("sleep 100 & echo {seed}; wait", "was still running after 0.2 s and was ended; its last lines: 0"),
     ],
@@ -290,9 +290,7 @@ def test_a_later_failure_is_reported_and_tried_again(commands: Commands, capsys:
     assert commands.compare(commands.base(), same) == 1
     printed = capsys.readouterr().out
     assert "same, seed 2, failed: `echo same 2" in printed
-    assert (
-        "NOT JUDGED; 1 of 4 runs failed where the baseline's did not; continue the comparison to retry them" in printed
-    )
+    assert "NOT JUDGED; 1 of 4 runs failed where the baseline's did not; the same command retries them (" in printed
     (commands.folder / "away").rename(commands.folder / "same-2")
     assert commands.compare(commands.base(), same, "--continue") == 0
     assert commands.ran()[8:] == ["same 2"]

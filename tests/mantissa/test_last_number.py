@@ -1,4 +1,4 @@
-"""The number that a program printed last behind a text, in logs as programs print them."""
+"""The number that a program printed last after a text, in logs as programs print them."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ ROWS = {
     "gpt2 data.tokenizer=": "data.tokenizer is empty; use bpe, chars, bytes",
     "gpt2 data=text": "missing required option: data.path; set a text file or a folder",
     "gpt2 data=text data.path=nowhere.txt": "data.path=nowhere.txt: there is no such file or folder",
-    "gpt2 data=text data.path=LICENSE data.encoding=latin-l": r"data\.encoding=latin-l is no encoding of text",
+    "gpt2 data=text data.path=LICENSE data.encoding=latin-l": r"data\.encoding=latin-l is not a text encoding",
     "gpt2 data=hub": "missing required option: data.name",
     "gpt2 data=hub data.name=./nowhere": "data.name=./nowhere: there is no such file or folder",
     "gpt2 data=hub data.name=rows.jsonl": "data.name=rows.jsonl: there is no such file or folder",

@@ -17,7 +17,7 @@ from trainer.errors import UserError, first_line
 from trainer.files import read_object
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
-"""Of files of weights."""
+"""Suffixes of files of weights."""
 _WANTED = 'give what torch.save(model.state_dict(), "weights.pth") writes, or a .safetensors file'
 
 
@@ -115,7 +115,7 @@ def _content(file: Path, key: str) -> Mapping[Any, Any]:
             return load_file(file)
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:  # of the system, pickle, torch or safetensors
-        # Of torch's message pickle's reason, in one sentence: the next ones say how to run the code in the file.
+        # Keep only the reason, the first sentence: torch's next ones advise to run the file's code.
         why = re.split(r"(?<=\S)\.(?: |$)", first_line(error.__context__ or error))[0]
         size = f"{file.stat().st_size:,} bytes"
         raise UserError(f"{key} cannot be opened as weights ({file.name}, {size}: {why}); {_WANTED}") from error

@@ -77,7 +77,7 @@ class StepConfig:
     """Global batch size: samples per optimizer step, over all processes; auto: the recipe's default for the device."""
     micro_batch_size: int | str = "auto"
     """Samples per forward pass and process; gradients accumulate up to ``batch_size``. auto: the recipe's default for
-    the device, halved where that needs too much memory."""
+    the device, halved where that needs too much memory (on GPUs in one process only)."""
     eval_every: int | str = "auto"
     """Optimizer steps between evaluations, or ``epoch``; auto: ``epoch`` if ``epochs`` is set, else a tenth of the run,
     but at least 25."""

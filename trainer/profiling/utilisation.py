@@ -70,7 +70,10 @@ class Utilisation:
     """Number of devices that train together."""
 
     def mfu(self, units_per_s: float | None) -> float | None:
-        """Return the share of the measured rate that a throughput (of all ranks) needs: 0 to about 1."""
+        """Return the share of the measured rate that a throughput (of all ranks) needs.
+
+        It is about 0 to 1; above 1 if the rate was measured on a busy machine.
+        """
         return self._share(units_per_s, self.measured_tflops)
 
     def _share(self, units_per_s: float | None, tflops: float | None) -> float | None:

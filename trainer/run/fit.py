@@ -48,7 +48,7 @@ def fit_plan(config: Config, plan: Plan[Config], hardware: Hardware, world: Worl
     Raises:
         OutOfMemory: of ``micro_batch_size=auto`` not even 1 is forecast to fit.
     """
-    free = -world.all_reduce_max(-_free_bytes(hardware, world))
+    free = _free_bytes(hardware, world)
     size, why = world.run_on_main(partial(_fitting, config, plan, datasets, free))
     return plan.with_micro_batch_size(size, why) if why else plan
 
@@ -92,7 +92,7 @@ def save_memory(
 
     Arguments are those of ``fit_plan``.
     """
-    free = -world.all_reduce_max(-_free_bytes(hardware, world))
+    free = _free_bytes(hardware, world)
     if plan.config.recipe.avoidable_bytes(datasets, plan.batching.micro_batch_size) <= free:
         return plan
     saving = config.recipe.memory_overrides()
@@ -101,9 +101,10 @@ def save_memory(
 
 
 def _free_bytes(hardware: Hardware, world: World) -> int:
+    """Return the free memory of the rank that has least; every rank calls this."""
     free = available_bytes(hardware.device)
     shared = world.size > 1 and not hardware.is_gpu  # by the processes of a machine
-    return free // launched_local_rank()[1] if shared else free
+    return -world.all_reduce_max(-(free // launched_local_rank()[1] if shared else free))
 
 
 def keep_memory(plan: Plan[Config], hardware: Hardware, world: World, datasets: Datasets) -> None:

@@ -30,12 +30,13 @@ VIEW = "mantissa"
 VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
 """The tag of an experiment that holds the view: without one, MLflow's table has no column of a metric or a tag."""
 _METRICS = [f"metrics.`{name}`" for name in ("best_loss", "throughput", "peak_memory_mib", "process_memory_mib")]
-GROUP_TAG = "group"
-"""The tag that runs of one sweep, search or comparison share: its name."""
 _NO_COLUMN = ("run_name", "precision.mode", "hardware.")
-"""Beginnings of params that are no columns of the view, though they vary within a group: two are columns already."""
+"""Prefixes of params that never become columns: ``run_name`` and ``precision.mode`` are shown already, ``hardware.`` is
+not swept."""
 _MOST_PARAMS = 12
 """Params in the view; MLflow takes 5,000 characters."""
+GROUP_TAG = "group"
+"""The tag that runs of one sweep, search or comparison share: its name."""
 KEY_TAG = "mantissa.key"
 """The tag that holds the key of a run (``TrackedRun.key``)."""
 LOCK_TIMEOUT_S = 60
@@ -252,7 +253,7 @@ def _view(params: Sequence[str] = ()) -> str:
 
 
 def show_swept(client: MlflowClient, run_id: str) -> None:
-    """Make columns of the view of the params in which a run differs from the newest other one of its group.
+    """Add to the view's columns the params in which this run differs from the newest other run of its group.
 
     Every run of a group does so when it begins: together they show what is swept, without a list of it.
     """

@@ -60,7 +60,8 @@ class ImageFolder(ImageSource):
 
     kind: ClassVar[str] = "imagefolder"
     path: str = ""
-    """Folder with one folder per class, or with ``train/`` (and ``val/``, ``test/``) folders that hold such folders."""
+    """Folder with one folder per class, or with ``train/``, and perhaps ``val/`` and ``test/``, that have one per
+    class."""
     valid_fraction: float = 0.1
     """Fraction of each class held out for validation, if there is no ``val/``; a hash of the file names picks them."""
     test: str | None = None
@@ -133,15 +134,17 @@ def find_images(folder: str, passed: Counter[str]) -> list[str]:
     def is_image(file: str) -> bool:
         if any(map(_is_hidden, file[len(folder) :].split(os.sep))):
             return False
-        passed[_suffix(file)] += not file.lower().endswith(EXTENSIONS)
-        return file.lower().endswith(EXTENSIONS)
+        if _is_image(os.path.basename(file)):
+            return True
+        passed[_suffix(file)] += 1
+        return False
 
     return sorted(file for file, _ in make_dataset(folder, {"": 0}, is_valid_file=is_image, allow_empty=True))
 
 
 def numbers(of: Counter[str]) -> str:
     """Return counts in words, the highest first."""
-    return shortened([f"{number:,} {name}" for name, number in of.most_common() if number])
+    return shortened([f"{number:,} {name}" for name, number in of.most_common()])
 
 
 def _is_hidden(name: str) -> bool:
@@ -174,10 +177,11 @@ def _contents(path: str) -> str:
 
 
 def _splits(path: str) -> dict[str, str]:
-    """Return the folders of ``training`` and, where there are any, of ``validation`` and ``test``: theirs are classes.
+    """Return the folder of each split that there is; the folders in it are classes.
 
     Raises:
-        UserError: ``train/`` is missing beside another split, is there twice, or has other folders beside it.
+        UserError: ``train/`` is missing beside ``val/`` or ``test/``, a split is there twice, or other folders are
+            beside ``train/``.
     """
     roles = {name: _SPLITS.get(name.lower()) for name in _folders(path)}
     splits = {role: os.path.join(path, name) for name, role in roles.items() if role}
@@ -215,7 +219,7 @@ def _classes(path: str, passed: Counter[str]) -> dict[str, list[str]]:
     """Return the images of each class.
 
     Raises:
-        UserError: there are no folders of classes, or one of them has no images, but perhaps folders of some.
+        UserError: there are no folders of classes, or one of them has no image directly in it.
     """
     names = _folders(path)
     if not names:
@@ -227,7 +231,8 @@ def _classes(path: str, passed: Counter[str]) -> dict[str, list[str]]:
     composed = {unicodedata.normalize("NFC", name): place for name, place in places.items()}
     if len(composed) == len(places):  # an umlaut is one character or two, by the system that wrote the name
         places = composed
-    passed["outside of class folders"] += sum(map(_is_image, os.listdir(path)))
+    if loose := sum(map(_is_image, os.listdir(path))):
+        passed["outside of class folders"] += loose
     return {name: find_images(place, passed) for name, place in places.items()}
 
 
@@ -243,7 +248,7 @@ def _split(classes: dict[str, list[str]], fraction: float) -> tuple[dict[str, li
 
 def _copies(files: Sequence[str], others: Sequence[str]) -> list[tuple[str, str]]:
     """Return files with the content of one of the others, and that one; of many files, some are compared."""
-    # A dead link has no size; it is told where it is decoded.
+    # A broken link has no size; it is reported when it is decoded.
     some, against = (filter(os.path.exists, each[:: len(each) // 1000 + 1]) for each in (files, others))
     sizes: dict[int, list[str]] = {}
     for file in against:
@@ -251,7 +256,7 @@ def _copies(files: Sequence[str], others: Sequence[str]) -> list[tuple[str, str]
     pairs = [(file, other) for file in some for other in sizes.get(os.path.getsize(file), [])[:10]]
     found = []
     for pair in pairs:
-        with suppress(OSError):  # what cannot be read is told where it is decoded
+        with suppress(OSError):  # what cannot be read is reported when it is decoded
             if filecmp.cmp(*pair, shallow=False):
                 found.append(pair)
     return [*dict(found).items()]

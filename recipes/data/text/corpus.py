@@ -197,10 +197,10 @@ class TextFiles(TokenizedText):
         if not self.path:
             raise UserError("missing required option: data.path; set a text file or a folder, such as notes.txt")
         try:
-            "a".encode(self.encoding)  # codecs.lookup would take those that are of no text, such as base64
+            "a".encode(self.encoding)  # codecs.lookup also accepts codecs that are not text encodings, such as base64
         except (LookupError, ValueError):
             raise UserError(
-                f"data.encoding={self.encoding} is no encoding of text in Python; use utf-8, latin-1 or utf-16"
+                f"data.encoding={self.encoding} is not a text encoding that Python knows; use utf-8, latin-1 or utf-16"
             ) from None
         for key, name in (("data.path", self.path), ("data.test", self.test)):
             path = Path(name or ".").expanduser()
@@ -286,7 +286,7 @@ class TextFile:
                         if "\0" in line:
                             raise self._not_text(f"line {number:,} has a zero byte")
                         yield line
-                except UnicodeDecodeError as error:  # of a piece, which ends where the file was read to
+                except UnicodeDecodeError as error:  # error.object is the last chunk read, which ends at file.tell()
                     before = error.object[: error.start].decode(self.encoding, "ignore")
                     number += 1 + len(re.findall("\r\n?|\n", before))
                     offset = file.tell() - len(error.object) + error.start

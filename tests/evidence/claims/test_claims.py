@@ -296,7 +296,7 @@ def test_a_claim_is_run_in_turns_and_printed_beside_the_published_figure(
     assert "mine: CONFIRMED; published: 2x" in printed
     assert "throughput, bf16 over fp32: 2.500x  criterion ≥ 2  published 2x  CONFIRMED" in printed
     found = read_json(tmp_path / "runs" / "claim.json")
-    assert (found["command"], found["findings"][0]["value"]) == ("python scripts/reproduce.py claim=mine", 2.5)
+    assert (found["command"], found["rows"][0]["value"]) == ("python scripts/reproduce.py claim=mine", 2.5)
     assert run_claim(claim(tmp_path)) == 0  # nothing is run again
     assert len(started) == 6
 

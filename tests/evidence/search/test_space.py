@@ -22,6 +22,7 @@ def test_a_space_is_read_in_hydras_grammar() -> None:
         "steps": "tag(log, int(interval(10, 100)))",
         "recipe.width": "range(8,32,8)",
         "recipe.dropout": "range(0,0.5,0.25)",
+        "recipe.heads": "range(1,8,3)",
         "batch_size": "choice(16, 32)",
         "optimizer.betas": "choice([0.9,0.95],[0.9,0.999])",
     }
@@ -34,6 +35,7 @@ def test_a_space_is_read_in_hydras_grammar() -> None:
         "steps": IntDistribution(10, 100, log=True),
         "recipe.width": IntDistribution(8, 32, step=8),
         "recipe.dropout": FloatDistribution(0, 0.5, step=0.25),
+        "recipe.heads": IntDistribution(1, 7, step=3),
         "batch_size": CategoricalDistribution(("16", "32")),
         "optimizer.betas": CategoricalDistribution(("[0.9,0.95]", "[0.9,0.999]")),
     }
@@ -45,10 +47,14 @@ def test_a_space_is_read_in_hydras_grammar() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["1e-4", "16,32", "int(1,8)", "log(1e-4,1e-2)", "interval(2,1)", "tag(log,interval(0,1))", "choice(16"]
+    "text",
+    [
+        *("1e-4", "16,32", "int(1,8)", "log(1e-4,1e-2)", "interval(2,1)", "tag(log,interval(0,1))", "choice(16"),
+        *("shuffle(range(1,4))", "shuffle(choice(1,2))"),
+    ],
 )
 def test_what_is_no_space_is_answered_with_one_that_is(text: str) -> None:
-    with pytest.raises(UserError, match="is no space") as refused:
+    with pytest.raises(UserError, match="is not a search space") as refused:
         parse_space([f"space.batch_size={text}"])
     example = str(refused.value).split('"')[1]
     assert parse_space([example])[0] == {"optimizer.lr": FloatDistribution(1e-4, 1e-2, log=True)}
