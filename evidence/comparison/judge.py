@@ -117,7 +117,7 @@ def ratio(name: str, runs: dict[int, Outcome], base: dict[int, Outcome]) -> Rati
     pairs = [(value, others[seed]) for seed, value in values.items() if seed in others and not why]
     ratios = [value / other for value, other in pairs if min(value, other) > 0 and other < math.inf]
     if base and not why:
-        few = "" if name == "memory" else too_few(len(pairs), len(runs))
+        few = "" if name == "memory" else too_few(len(ratios), len(runs))
         used = in_use([*runs.values(), *base.values()]) if name in TIMED else ""
         why = "; ".join(filter(None, (few, used)))
     numbers = list(values.values())

@@ -132,5 +132,9 @@ def _distribution(override: Override) -> BaseDistribution:
     log = "log" in sweep.tags
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # the last step may end before ``high``
         if isinstance(low, int) and isinstance(high, int) and not isinstance(step, float):
-            return IntDistribution(low, high, log, 1 if step is None else step)
-        return FloatDistribution(low, high, log, step)
+            numbers: BaseDistribution = IntDistribution(low, high, log, 1 if step is None else step)
+        else:
+            numbers = FloatDistribution(low, high, log, step)
+    if numbers.single():
+        raise ValueError("it has one value")
+    return numbers

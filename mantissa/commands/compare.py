@@ -38,7 +38,7 @@ Exit code: 0 where all are EQUIVALENT to the first, 1 where not, 2 for a mistake
 """
 _NUMBER = r"[-+]?(?:(?:nan|inf(?:inity)?|null|none|n/a)(?!\w)|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
 """A number as programs print it, or what they print for one that is not finite, or for none."""
-_RUNS_ON = re.compile(r"[^\W\d]|#|[.,:'’\u00a0\u2009\u202f]\d")
+_RUNS_ON = re.compile(r"[^\W\d]|#|[.,:'’\u00a0\u2007\u2009\u202f]\d| ?[×*·] ?10")
 """What makes a number ambiguous when it follows directly: ``1,234``, ``1.2.3``, ``1:30``, ``12_345``, ``1.2k``."""
 _CONTROL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\].*?(?:\x07|\x1b\\))")
 """Colours, movements of the cursor, and links of terminals."""
@@ -155,7 +155,7 @@ def _files(commands: Iterable[str]) -> dict[str, str]:
     for command in commands:
         folder, before = Path(), ""
         for writes, word in re.findall(r"(>?)\s*([^\s'\"=;&|()<>]+)", command):
-            path = folder / os.path.expanduser(word)
+            path = folder / os.path.expandvars(os.path.expanduser(word))
             if before == "cd":
                 folder = path
             elif writes:
@@ -212,9 +212,10 @@ def _curve(options: argparse.Namespace, text: str) -> tuple[list[float], list[fl
     """Return steps and losses of a log; a loss belongs to the last step that is printed up to the end of its line."""
     steps, losses, step = [], [], None
     for line in text.splitlines():
-        step = last_number(options.step, line) or step
+        printed = last_number(options.step, line)
+        step = step if printed is None or not math.isfinite(printed) else printed
         value = last_number(options.metric, line)
-        if step and value is not None:
+        if step is not None and value is not None:
             steps.append(step)
             losses.append(-value if options.higher_is_better else value)
     return steps, losses
@@ -229,7 +230,10 @@ def last_number(before: str, printed: str) -> float | None:
     Raises:
         UsageError: the number can be read in two ways.
     """
-    printed = re.sub(r"\r?\n|[\r\b]+", "\n", _CONTROL.sub("", printed)).replace("\u2212", "-")
+    printed = _CONTROL.sub(
+        lambda code: "" if code[0].endswith("m") else "\n", printed
+    )  # but for colours, another place
+    printed = re.sub(r"\r?\n|[\r\b]+", "\n", printed).replace("\u2212", "-")
     text = r"[ \t]+".join(map(re.escape, before.split()))
     whole = rf"(?:(?<![\w/.-])|(?!\w)){text}(?:(?<!\w)|(?![\w.+-]))[ \t:=\"']*((?i:{_NUMBER}))"
     found = list(re.finditer(whole, printed))

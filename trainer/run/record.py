@@ -108,13 +108,14 @@ def open_metric_log(
     tags |= config.tags | ({"note": config.note} if config.note else {})
     if git:
         tags |= {"mlflow.source.git.commit": git["commit"], "git.dirty": git["dirty"]}
+    sent = config.tracking.checkpoints
     run = TrackedRun(
         experiment=config.tracking.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or config.recipe.name,
         name=folder.name,
         params={key: value for key, value in options.items() if key not in ("tags", "note")} | hardware,
         tags=tags,
         datasets=dataset_facts(config.data, trainer.datasets),
-        checkpoints=config.tracking.checkpoints,
+        checkpoints="none" if config.checkpoint.keep == 0 and sent == "auto" else sent,
         register=config.tracking.register,
     )
     if config.tracking.mlflow and (ignored := {"MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys()):

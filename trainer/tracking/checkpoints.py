@@ -7,6 +7,7 @@ space: a finished checkpoint is never written to again. Other files are copies.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -46,28 +47,35 @@ def artifact_folder(client: MlflowClient, run_id: str) -> Path | None:
     return Path(repository.artifact_dir) if isinstance(repository, LocalArtifactRepository) else None
 
 
-def link_tensors(checkpoint: Path, target: Path) -> bool:
-    """Hard-link the safetensors of a checkpoint into a folder.
+def can_link(file: Path, artifacts: Path) -> bool:
+    """Return whether hard links to a file can be made in a folder of MLflow's, by making one.
 
-    Returns:
-        Whether they are there; False: the file system has no links, or is another one, and nothing is left behind.
+    Raises:
+        OSError: of another kind than that there are no links, or not between two file systems or mounts.
     """
+    trial = artifacts / ".link"
+    artifacts.mkdir(parents=True, exist_ok=True)
+    trial.unlink(missing_ok=True)  # of a process that was killed
+    try:
+        os.link(file, trial)
+    except OSError as error:
+        if error.errno in (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+            return False
+        raise
+    trial.unlink()
+    return True
+
+
+def link_tensors(checkpoint: Path, target: Path) -> None:
+    """Hard-link the safetensors of a checkpoint into a folder."""
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(checkpoint.glob("*.safetensors")):
         to = target / file.name
         if to.exists():
             if to.samefile(file):
                 continue
-            to.unlink()  # part of an upload that was killed
-        try:
-            os.link(file, to)
-        except FileNotFoundError:  # the run has removed the checkpoint meanwhile
-            raise
-        except OSError:
-            if not any(target.iterdir()):
-                target.rmdir()
-            return False
-    return True
+            to.unlink()  # a copy, or another checkpoint's of the same step
+        os.link(file, to)
 
 
 def remove(client: MlflowClient, run_id: str, names: Iterable[str]) -> None:

@@ -117,7 +117,9 @@ def fetch(key: str, address: str, uri: str | None, output_dir: str) -> Path:
         own = Path(run.data.tags.get(FOLDER_TAG, ""))
         newest = max(checkpoint.steps(own / CHECKPOINTS), default=-1)
         if read_object(own / TRACKING_FILE).get("run_id") == run_id and newest >= max(saved, default=-1):
-            return own
+            path = checkpoint.path_of(own / CHECKPOINTS, newest)
+            if not saved or checkpoint.damage(path, newest) is None:
+                return own
         if not saved:
             raise UserError(
                 f"{given}: MLflow has no complete checkpoint of this run, and this machine has no {own}; choose "

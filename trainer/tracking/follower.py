@@ -18,10 +18,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint.schema import MANIFEST_FILE
+from trainer.checkpoint.schema import MANIFEST_FILE, path_of
 from trainer.errors import UserError, first_line, redacted
 from trainer.files import (
     BEST,
+    CHECKPOINTS,
     CONFIG_FILE,
     METRICS_FILE,
     PRECISION_FILE,
@@ -34,7 +35,7 @@ from trainer.terminal import work
 from trainer.tracking import checkpoints
 from trainer.tracking.datasets import log_datasets
 from trainer.tracking.models import architecture, describe, log_model, register
-from trainer.tracking.results import NOTE_TAG, description, summary_lines
+from trainer.tracking.results import NOTE_TAG, best_lines, description, summary_lines
 from trainer.tracking.store import (
     GROUP_TAG,
     connect,
@@ -279,9 +280,8 @@ class Follower(threading.Thread):
             for name in ARTIFACTS
             if (self._folder / name).exists()
         }
-        if best := summary.get("best"):
-            params = {name: value for name, value in self._run.tags.items() if name in ("recipe", "precision")}
-            parts["its entry in Models"] = partial(log_model, client, run_id, best["step"], params)
+        if evaluated := best_lines(self._folder / METRICS_FILE, summary):
+            parts["its entry in Models"] = partial(self._send_model, client, run_id, evaluated)
         parts["its description"] = partial(self._send_description, client, run_id)
         parts["its checkpoints"] = partial(self._send_checkpoints, client, run_id)
         problems: dict[str, Exception] = {}
@@ -332,29 +332,39 @@ class Follower(threading.Thread):
         self._run.sent[self._place(path)] = changed
         self._record()
 
+    def _send_model(self, client: MlflowClient, run_id: str, lines: list[dict[str, Any]]) -> None:
+        """Make the run's entry in MLflow's Models tab, of lines of a metric log."""
+        params = {name: value for name, value in self._run.tags.items() if name in ("recipe", "precision")}
+        log_model(client, run_id, self._run.key, lines, params)
+
     def _send_checkpoints(self, client: MlflowClient, run_id: str) -> None:
         """Send the checkpoints that MLflow lacks, after what is needed beside them; remove those that are gone here."""
         wanted = checkpoints.wanted(self._folder, self._run.checkpoints)
         artifacts = checkpoints.artifact_folder(client, run_id) if wanted else None
+        links = artifacts is not None and checkpoints.can_link(wanted[-1] / MANIFEST_FILE, artifacts)
+        if artifacts and not links and self._run.checkpoints == "auto":
+            log.warning(
+                "No links can be made in %s to %s, as on two file systems: MLflow gets no checkpoints. Set "
+                "tracking.checkpoints=last for copies.",
+                *(artifacts, self._folder),
+            )
+            return
+        # Somebody may have removed what was sent.
+        whole = None
+        if wanted and self._ending.is_set():
+            steps = checkpoints.complete_steps(client, run_id)
+            whole = {path_of(self._folder / CHECKPOINTS, step) for step in steps}
         new = False
         for path in wanted:
             with suppress(FileNotFoundError):  # the run has removed it meanwhile
-                if self._has(path):
+                if self._has(path) and (whole is None or path in whole):
                     continue
                 if self._run.sent.pop(self._place(path), None):  # the same step was saved again, after a resume
                     self._remove(client, run_id, {path.name})
-                linked = artifacts is not None and checkpoints.link_tensors(path, artifacts / self._place(path))
-                if artifacts and not linked and self._run.checkpoints == "auto":
-                    log.warning(
-                        "%s is on another file system than %s: MLflow gets no checkpoint, or with "
-                        "tracking.checkpoints=last a copy.",
-                        self._folder,
-                        artifacts,
-                    )
-                    self._run.checkpoints = "none"
-                    return
+                if artifacts and links:
+                    checkpoints.link_tensors(path, artifacts / self._place(path))
                 for needed in (*(self._folder / name for name in checkpoints.COMPANIONS), path):
-                    self._send_files(client, run_id, needed, linked)
+                    self._send_files(client, run_id, needed, links)
                 new = True
         if wanted and (new or self._ending.is_set()):
             stored = checkpoints.stored_names(client, run_id)
@@ -365,6 +375,8 @@ class Follower(threading.Thread):
         try:
             if self._may_remove:
                 checkpoints.remove(client, run_id, names)
+                for name in names:
+                    self._run.sent.pop(f"{CHECKPOINTS}/{name}", None)
         except Exception as error:  # of many kinds
             log.warning("MLflow does not remove old checkpoints (%s); they stay there.", first_line(error))
             self._may_remove = False

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import platform
 import re
 import shutil
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from trainer.errors import first_line
 from trainer.files import BEST, read_object
+from trainer.tracking.store import KEY_TAG, valid_key
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-
-log = logging.getLogger("mantissa")
 
 PIPELINES = {
     "GPT2LMHeadModel": ("text-generation", "TextGenerationPipeline"),
@@ -26,42 +23,42 @@ PIPELINES = {
 """Task and class of the pipeline that answers with a model of transformers, by the model's class."""
 
 
-def log_model(client: MlflowClient, run_id: str, step: int, params: dict[str, str]) -> None:
+def log_model(client: MlflowClient, run_id: str, key: str, lines: list[dict[str, Any]], params: dict[str, str]) -> None:
     """Make the entry of a run in MLflow's Models tab, with the metrics of its best weights.
 
-    The tab shows one value of a metric, whatever its step. So the entry of a run that was continued is made anew.
+    The tab shows one value of a metric, the first. So the entry is made anew when the run has other best weights.
 
     Args:
         client: of the store.
         run_id: MLflow's, of a run that has ended.
-        step: of the evaluation that was the best.
+        key: ``TrackedRun.key``, which marks the entry: a user may have made others of the run.
+        lines: of a metric log.
         params: shown beside the metrics.
     """
     from mlflow.entities import LoggedModelStatus, Metric
-    from mlflow.exceptions import RestException
 
+    points = {}
+    for line in lines:
+        for name in line.keys() - {"step", "time"}:
+            if line[name] is not None:
+                at_ms = int(line["time"] * 1000)
+                points[valid_key(name)] = Metric(valid_key(name), float(line[name]), at_ms, line["step"])
     run = client.get_run(run_id)
-    metrics = []
-    for key in run.data.metrics:
-        if key.startswith(("valid/", "test_")):
-            points = [point for point in client.get_metric_history(run_id, key) if key[0] == "t" or point.step == step]
-            metrics += points[-1:]
-    values = {point.key: point.value for point in metrics}
-    try:
-        for known in client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run_id}'"):
-            if known.status == LoggedModelStatus.READY and values == {
-                one.key: one.value for one in known.metrics or ()
-            }:
+    for known in client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run_id}'"):
+        if known.tags.get(KEY_TAG) == key:
+            values = {(metric.key, metric.value) for metric in known.metrics or ()}
+            if known.status == LoggedModelStatus.READY and values >= {(one.key, one.value) for one in points.values()}:
                 return
             client.delete_logged_model(known.model_id)
-        name = re.sub(r"[/:.%\"']", "_", run.info.run_name)
-        model = client.create_logged_model(run.info.experiment_id, name, run_id, params=params)
-    except RestException as error:  # of a server before MLflow 3, which has no such entries
-        log.warning("MLflow takes no entry in its Models tab (%s)", first_line(error))
-        return
-    # The run has these points, and takes none twice.
-    of_model = [Metric(one.key, one.value, one.timestamp, one.step, model.model_id) for one in metrics]
-    client.log_batch(run_id, metrics=of_model, synchronous=True)
+    name = re.sub(r"[/:.%\"']", "_", run.info.run_name)
+    model = client.create_logged_model(run.info.experiment_id, name, run_id, tags={KEY_TAG: key}, params=params)
+    metrics = []
+    for point in points.values():
+        # The run has them, too, and takes the same point no second time: one of before a resume has another time.
+        history = client.get_metric_history(run_id, point.key)
+        times = [one.timestamp for one in history if (one.step, one.value) == (point.step, point.value)]
+        metrics.append(Metric(point.key, point.value, (times or [point.timestamp])[0], point.step, model.model_id))
+    client.log_batch(run_id, metrics=metrics, synchronous=True)
     client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
 
 

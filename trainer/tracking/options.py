@@ -26,7 +26,8 @@ class Tracking:
     """Seconds that a finished run waits for an upload that makes no progress."""
     checkpoints: str = "auto"
     """Checkpoints that MLflow gets: ``last`` (the newest and the best, at the end), ``all`` (each as it is saved) or
-    ``none``; auto: ``last``, but none where a store on this machine could only get copies, on another file system."""
+    ``none``; auto: ``last``, but none with ``checkpoint.keep=0``, or where a store on this machine could only get
+    copies, on another file system."""
     register: str | None = None
     """Registered model that gets the best weights as a new version; null: none."""
     epilogue: bool = True

@@ -59,6 +59,18 @@ def summary_lines(log: Path, summary: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+def best_lines(log: Path, summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the metrics of the best weights, of validation and of test data, as lines of a metric log; none if none.
+
+    Arguments are those of ``summary_lines``.
+    """
+    lines, best = list(read_json_lines(log)), summary.get("best")
+    evaluated = [line for line in lines if best and line["step"] == best["step"] and LOSS in line]
+    valid = [_line(line, **{name: line[name] for name in line if name.startswith("valid/")}) for line in evaluated[-1:]]
+    test = {f"test_{name}": value for name, value in summary.get("test", {}).items()}
+    return [*valid, *[_line(lines[-1], **test)] * bool(valid and test)]
+
+
 def _line(of: dict[str, Any], **values: float | None) -> dict[str, Any]:
     return {"step": of["step"], "time": of["time"], **values}
 

@@ -186,7 +186,8 @@ def _splits(path: str) -> dict[str, str]:
     roles = {name: _SPLITS.get(name.lower()) for name in _folders(path)}
     splits = {role: os.path.join(path, name) for name, role in roles.items() if role}
     has_classes = TRAINING in splits and _folders(splits[TRAINING])
-    if not has_classes and (None in roles.values() or not roles):  # train/ may be a class: pictures of trains
+    # train/ alone may be a class: pictures of trains
+    if not has_classes and (None in roles.values() or not roles) and len(splits) < 2:
         return {TRAINING: path}
     if TRAINING not in splits or len(splits) < len(roles):
         raise UserError(f"{path} has {_contents(path)}, not train/ with only val/ and test/ beside it; {WANTED}")

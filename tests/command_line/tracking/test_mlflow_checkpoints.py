@@ -9,6 +9,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from trainer.tracking import follower
 from trainer.tracking.checkpoints import stored_names
 from trainer.tracking.fetch import fetch
 from trainer.tracking.sync import send
+from trainer.tracking.tracked_run import TrackedRun
 from trainer.trainer import Trainer
 
 JOB = (
@@ -170,11 +172,42 @@ def test_where_no_links_can_be_made_only_last_copies(
 
     monkeypatch.setattr("os.link", refuse)
     done = succeed(*JOB, "steps=3")
-    assert done.out.count("is on another file system") == 1
+    assert done.out.count("No links can be made in ") == 1
     assert client.list_artifacts(run_id(RUN), "checkpoints") == []
     assert not [item.path for item in client.list_artifacts(run_id(RUN)) if item.path == "metrics.jsonl"]
     succeed(f"resume={RUN}", "tracking.checkpoints=last", "steps=6")
     assert "step-00000006" in stored_names(client, run_id(RUN))
+
+
+def test_what_somebody_removed_from_mlflow_is_sent_again(succeed: Train, folder: Path, client: MlflowClient) -> None:
+    succeed(*JOB, "steps=6", "checkpoint.keep=3")
+    succeed(f"resume={RUN}", "steps=9")  # MLflow has the newest
+    shutil.rmtree(RUN / "checkpoints" / "step-00000009")
+    (RUN / "summary.json").unlink()
+    succeed(f"resume={RUN}", "steps=6")
+    assert stored_names(client, run_id(RUN)) == ["step-00000006"]
+    shutil.rmtree(*folder.glob("mlartifacts/*/*/artifacts/checkpoints"))
+    replace(TrackedRun.read(RUN), delivered=False).write(RUN)
+    assert send(RUN).status == "sent"
+    assert stored_names(client, run_id(RUN)) == ["step-00000006"]
+
+
+def test_a_run_that_keeps_no_checkpoint_leaves_none_in_mlflow(succeed: Train, client: MlflowClient) -> None:
+    succeed(*JOB, "steps=3", "checkpoint.keep=0")
+    assert stored_names(client, run_id(RUN)) == []
+
+
+def test_a_damaged_folder_is_passed_over_for_mlflows_copy(
+    succeed: Train, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.tracking.checkpoints.can_link", lambda *_: False)
+    succeed(*JOB, "steps=3", "tracking.checkpoints=last")
+    weights = RUN / "checkpoints/step-00000003/model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    done = succeed(f"resume=mlflow:{run_id(RUN)}", "output_dir=fresh", "steps=6")
+    assert "run, resumed after step 3" in done.out
+    assert list(Path("fresh").iterdir())
 
 
 @pytest.fixture

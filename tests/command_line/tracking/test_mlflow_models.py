@@ -115,7 +115,8 @@ def test_a_run_has_one_entry_among_the_models_with_the_metrics_of_its_best_weigh
 
     def entry() -> Any:
         stored = client.get_run(json.loads((run / TRACKING_FILE).read_text())["run_id"])
-        (model,) = client.search_logged_models([stored.info.experiment_id])
+        (model,) = client.search_logged_models([stored.info.experiment_id], "name = 'run'")
+        assert client.search_logged_models([stored.info.experiment_id], "name = 'a-users'")
         assert (model.source_run_id, model.status, model.params["precision"]) == (stored.info.run_id, "READY", "bf16")
         (metric,) = model.metrics
         points = [point.step for point in client.get_metric_history(stored.info.run_id, "valid/loss")]
@@ -123,6 +124,8 @@ def test_a_run_has_one_entry_among_the_models_with_the_metrics_of_its_best_weigh
         return metric.key, metric.step, metric.value
 
     succeed(*job, "steps=3", "eval_every=1", "precision=bf16", "run_name=run", "schedule=constant")
+    stored = client.get_run(json.loads((run / TRACKING_FILE).read_text())["run_id"])
+    client.create_logged_model(stored.info.experiment_id, "a-users", stored.info.run_id)
     for more in ((), ("steps=30",), ()):
         succeed(f"resume={run}", *more)
         best = json.loads((run / "summary.json").read_text())["best"]
