@@ -66,6 +66,7 @@ def test_a_number_is_read_whole(between: str, printed: str, value: float) -> Non
         ("loss", " 1/2 - loss: 2.3100\b\b\b\b\b\b\b 2/2 - loss: 2.2500\b\b\b", 2.25),
         ("loss=", "1:  50%|██  | 1/2 [00:01, loss=2.31\r1: 100%|████| 2/2 [00:02, loss=2.25\r\n", 2.25),
         ("val_loss", "val_loss 2.5\n\x1b[1mval_loss\x1b[0m \x1b[31m2.25\x1b[0m\x1b[K", 2.25),
+        ("loss", "loss 0.4\x1b[2K\x1b[1G100/100", 0.4),  # the line is cleared, and written anew
         ("val_loss", '{"step": 10, "val_loss": 2.31}\n{"step": 20, "val_loss": 2.25}\n', 2.25),
         ('"val_loss":', '{"val_loss": 2.31}\n{"val_loss": null, "step": 20}\n', math.nan),
         ('"loss"', '{"loss":3,"step":5}', 3.0),
@@ -102,7 +103,21 @@ def test_logs_of_programs(before: str, text: str, value: float | None) -> None:
 
 @pytest.mark.parametrize(
     "number",
-    ["1,234.5", "12_345", "1\u202f234,5", "2,31", "1.234,5", "1'234.5", "1.2.3", "1.2k", "1:23", "1.#QNAN", "0x1p3"],
+    [
+        "1,234.5",
+        "12_345",
+        "1\u202f234,5",
+        "2,31",
+        "1.234,5",
+        "1'234.5",
+        "1.2.3",
+        "1.2k",
+        "1:23",
+        "1.#QNAN",
+        "0x1p3",
+        "1\u2007234",
+        "1.5×10^-3",
+    ],
 )
 def test_a_number_that_can_be_read_in_two_ways_is_refused_where_it_is_the_last(number: str) -> None:
     with pytest.raises(UsageError, match="print digits and a decimal point"):

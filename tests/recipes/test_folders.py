@@ -176,6 +176,10 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
         "PATH/val/cat has the folder a, and no images",
     ),
     "no classes in any split": (("{train,val}/{5}.png",), f"PATH/train has files (5 .png), {NO_CLASSES}"),
+    "no classes in splits, and another folder": (
+        ("{train,test,sample}/{5}.png",),
+        f"PATH has the folders sample, test, train, {NO_TRAIN}",
+    ),
     "no classes in train": (("train/{5}.png", "val/" + PET), f"PATH/train has files (5 .png), {NO_CLASSES}"),
     "no classes in val": (("train/" + PET, "val/{9}.png"), "PATH/val has files (9 .png), and no folders of classes"),
     "no classes in test": (("train/" + PET, "test/{9}.png"), "PATH/test has files (9 .png), and no folders of classes"),

@@ -205,6 +205,12 @@ def test_the_loss_of_a_run_that_diverged_is_above_all_bounds(
         assert (below.verdict(row), above.verdict(row)) == (at_most, at_least)
 
 
+def test_pairs_in_which_the_baseline_diverged_are_no_evidence() -> None:
+    of = Criterion("loss", "a", "base", at_most=1.01)
+    runs = [*losses("a", 2.0, 2.0, *[None] * 3), *losses("base", 2.0, 2.0, *[None] * 3)]
+    assert of.verdict(row_of(of, runs)) == INCONCLUSIVE
+
+
 def test_without_a_baseline_the_mean_is_bounded() -> None:
     of = Criterion("best_loss", "a", at_most=1.95)
     assert of.verdict(row_of(of, losses("a", 1.90, 1.91, 1.92))) == CONFIRMED

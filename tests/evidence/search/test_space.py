@@ -50,7 +50,7 @@ def test_a_space_is_read_in_hydras_grammar() -> None:
     "text",
     [
         *("1e-4", "16,32", "int(1,8)", "log(1e-4,1e-2)", "interval(2,1)", "tag(log,interval(0,1))", "choice(16"),
-        *("shuffle(range(1,4))", "shuffle(choice(1,2))"),
+        *("shuffle(range(1,4))", "shuffle(choice(1,2))", "range(0.1,1.0)"),
     ],
 )
 def test_what_is_no_space_is_answered_with_one_that_is(text: str) -> None:
