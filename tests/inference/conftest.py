@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 from PIL import Image
 
 from tests.command_line.conftest import Result, _command
-from tests.command_line.test_remedies import check_remedies
 from trainer.config.options import run as run_script
 
 TEXT = "The quick brown fox jumps over the lazy dog; “naïve” ones wait.\n"
@@ -81,24 +79,3 @@ def script(main: str) -> Callable[..., Result]:
         return Result(code, out.buffer.getvalue().decode(), err.getvalue())  # type: ignore[attr-defined]
 
     return call
-
-
-MAINS = {name: f"inference.{name}:{name}" for name in ("evaluate", "generate", "predict")}
-ENOUGH = {"evaluate": "eval_samples=8", "generate": "prompt=a max_new_tokens=4", "predict": "path=photos"}
-"""What each script needs beside a run."""
-
-
-def check_advice(name: str, command: str, said: str) -> None:
-    """Do what a message of a script says: with other arguments, or with the script that it names."""
-
-    def end(words: list[str]) -> str:
-        done = script(MAINS[name])(*words, *["max_new_tokens=4"] * (name == "generate"))
-        return done.err.rpartition("error: ")[2] if done.code else ""
-
-    words = command.split()
-    said = said.rpartition("error: ")[2]
-    for other in re.findall(r"use scripts/(\w+)\.py", said):
-        done = script(MAINS[other])(words[0], *ENOUGH[other].split())
-        assert done.code == 0, done.err
-    if "cannot read data=" not in said:  # whose other choices take minutes, and are train.py's
-        check_remedies(words, f"error: {said}", end)

@@ -19,7 +19,7 @@ from inference.options import RunOptions
 from inference.run_config import configure
 from recipes.resnet import ResNet
 from tests.command_line.conftest import _command
-from tests.inference.conftest import SIZES, check_advice, photo, script
+from tests.inference.conftest import SIZES, photo, script
 from trainer.files import read_json_lines
 
 evaluate = script("inference.evaluate:evaluate")
@@ -183,7 +183,6 @@ def test_a_mistake_ends_with_what_to_set_instead(command: str, here: Path) -> No
     done = evaluate(*command.split())
     assert done.code == 2, done.out
     assert MISTAKES[command] in done.err
-    check_advice("evaluate", command, done.err)
 
 
 def test_a_fine_tuned_model_is_evaluated_with_the_tokenizer_that_it_brought(here: Path, tmp_path: Path) -> None:

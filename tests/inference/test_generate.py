@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5ForConditionalGeneration
 
-from tests.inference.conftest import check_advice, script
+from tests.inference.conftest import script
 
 generate = script("inference.generate:generate")
 
@@ -131,4 +131,3 @@ def test_a_mistake_ends_with_what_to_set_instead(command: str, here: Path) -> No
     done = generate(*command.split())
     assert done.code == 2, done.out
     assert MISTAKES[command] in done.err
-    check_advice("generate", command, done.err)

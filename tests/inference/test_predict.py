@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from inference.predict import Photos
-from tests.inference.conftest import check_advice, photo, script
+from tests.inference.conftest import photo, script
 from trainer.data.contract import SampleId
 
 predict = script("inference.predict:predict")
@@ -125,4 +125,3 @@ def test_a_mistake_ends_with_what_to_set_instead(command: str, here: Path) -> No
     done = predict(*command.split())
     assert done.code == 2, done.out
     assert MISTAKES[command] in done.err
-    check_advice("predict", command, done.err)
