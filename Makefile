@@ -5,6 +5,7 @@
 # make bench   the ratios of docs/results.md, measured here
 # make bench-peers   the trainer beside accelerate, transformers' Trainer, Lightning and timm: installs them, then measures
 # make release the wheel and the sdist in dist/, checked in a clean environment; then the tag of this version
+# make test-avx2   the behaviour checks that depend on the kind of CPU, with no more than AVX2
 # make test-oldest   the behaviour checks with the oldest torch, torchvision and transformers, in an environment of its own
 
 # The first Python that runs here and fits.
@@ -23,7 +24,7 @@ UV     ?= $(shell uv --version >/dev/null 2>&1 && command -v uv)
 INSTALL = $(if $(UV),"$(UV)" pip install --python $(BIN)/python,$(BIN)/python -m pip install --disable-pip-version-check) \
           --constraint $(CONSTRAINTS)
 
-.PHONY: train test test-oldest docs release ui bench bench-peers setup clean
+.PHONY: train test test-avx2 test-oldest docs release ui bench bench-peers setup clean
 
 train: $(VENV)/.run
 	$(BIN)/python scripts/train.py recipe=gpt2 recipe.size=nano data.tokenizer=bytes precision=bf16
@@ -33,6 +34,10 @@ test: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(TESTS) --dist worksteal
+
+test-avx2: $(VENV)/.test
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 \
+	  $(BIN)/python -m pytest --numprocesses $(TESTS) --dist worksteal -m by_cpu
 
 test-oldest:
 	$(MAKE) $(OLDEST)/.test VENV=$(OLDEST) CONSTRAINTS=constraints-oldest.txt

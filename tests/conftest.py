@@ -27,8 +27,21 @@ torch.set_num_threads(1)  # the models are tiny: more threads would only wait fo
 compose_quickly()
 
 
+BY_CPU = [
+    *("trainer/precision", "trainer/profiling/test_rates.py", "parity", "mantissa/doctor/test_healthy.py"),
+    *("evidence/claims", "command_line/test_script_remedies.py", "command_line/training/test_ending.py"),
+    "command_line/test_commands.py",
+]
+"""Tests of what differs between kinds of CPU: kernels, rounding, rates, and which claims can be tested."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests come first, so that no worker is left alone with them at the end."""
+    """The longest tests come first, so that no worker is left alone with them at the end; tests by CPU are marked."""
+    by_cpu = {PROJECT / "tests" / place for place in BY_CPU}
+    for item in items:
+        if by_cpu & {item.path, *item.path.parents}:
+            item.add_marker("by_cpu")
     items.sort(key=lambda item: PROJECT / "tests" / "parallel" not in item.path.parents)
 
 
