@@ -21,16 +21,20 @@ from trainer.run.command import main
 CHANGES = ("os.mkdir", "os.rename", "os.link", "os.truncate")
 REMOVALS = ("os.remove", "os.rmdir", "shutil.rmtree")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-KINDS = ("file", "removing", "export", "evaluation", "accumulation")
+KINDS = ("file", "removing", "export", "artifact", "evaluation", "accumulation")
 
 
 def kinds_of(event: str, arguments: tuple[Any, ...]) -> tuple[str, ...]:
     """Return which kinds of events an audit event of Python is: it comes right before the system call."""
-    if event in REMOVALS:
-        return "file", "removing"
-    if event in CHANGES or (event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITES):
-        return ("file", "export") if "best" in str(arguments[0]) else ("file",)
-    return ()
+    writes = event in CHANGES or (event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITES)
+    if not writes and event not in REMOVALS:
+        return ()
+    kinds = {
+        "removing": not writes,
+        "export": writes and "best" in str(arguments[0]),
+        "artifact": "mlartifacts" in str(arguments),  # of a store on this machine, links among them
+    }
+    return "file", *(kind for kind, is_one in kinds.items() if is_one)
 
 
 def install(kind: str, limit: int, counts: Path) -> None:

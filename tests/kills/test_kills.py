@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:D
     ("job", "moments"),
     [
         ("bignet", ("file", "accumulation", "start", "training", "closing", "delivery")),
-        ("gpt2: Muon, EMA, epochs, bf16, text", ("evaluation", "removing", "export")),
+        ("gpt2: Muon, EMA, epochs, bf16, text", ("evaluation", "removing", "export", "artifact")),
         ("gpt2: EMA, two ranks", ("file", "a rank", "all ranks")),
         ("bignet: EMA, a server", ("file", "server and run", "server")),
     ],
