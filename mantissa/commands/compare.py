@@ -230,9 +230,8 @@ def last_number(before: str, printed: str) -> float | None:
     Raises:
         UsageError: the number can be read in two ways.
     """
-    printed = _CONTROL.sub(
-        lambda code: "" if code[0].endswith("m") else "\n", printed
-    )  # but for colours, another place
+    # What follows a movement of the cursor stands elsewhere; colours and links are between a text and its number.
+    printed = _CONTROL.sub(lambda code: "\n" if code[0][1] == "[" and code[0][-1] in "ABCDEFGHf" else "", printed)
     printed = re.sub(r"\r?\n|[\r\b]+", "\n", printed).replace("\u2212", "-")
     text = r"[ \t]+".join(map(re.escape, before.split()))
     whole = rf"(?:(?<![\w/.-])|(?!\w)){text}(?:(?<!\w)|(?![\w.+-]))[ \t:=\"']*((?i:{_NUMBER}))"

@@ -66,6 +66,7 @@ def test_a_number_is_read_whole(between: str, printed: str, value: float) -> Non
         ("loss", " 1/2 - loss: 2.3100\b\b\b\b\b\b\b 2/2 - loss: 2.2500\b\b\b", 2.25),
         ("loss=", "1:  50%|██  | 1/2 [00:01, loss=2.31\r1: 100%|████| 2/2 [00:02, loss=2.25\r\n", 2.25),
         ("val_loss", "val_loss 2.5\n\x1b[1mval_loss\x1b[0m \x1b[31m2.25\x1b[0m\x1b[K", 2.25),
+        ("loss", "loss \x1b[K\x1b]8;;http://host/a 9\x070.5\x1b]8;;\x07", 0.5),
         ("loss", "loss 0.4\x1b[2K\x1b[1G100/100", 0.4),  # the line is cleared, and written anew
         ("val_loss", '{"step": 10, "val_loss": 2.31}\n{"step": 20, "val_loss": 2.25}\n', 2.25),
         ('"val_loss":', '{"val_loss": 2.31}\n{"val_loss": null, "step": 20}\n', math.nan),

@@ -281,7 +281,8 @@ class Follower(threading.Thread):
             if (self._folder / name).exists()
         }
         if evaluated := best_lines(self._folder / METRICS_FILE, summary):
-            parts["its entry in Models"] = partial(self._send_model, client, run_id, evaluated)
+            params = {name: value for name, value in self._run.tags.items() if name in ("recipe", "precision")}
+            parts["its entry in Models"] = partial(log_model, client, run_id, self._run.key, evaluated, params)
         parts["its description"] = partial(self._send_description, client, run_id)
         parts["its checkpoints"] = partial(self._send_checkpoints, client, run_id)
         problems: dict[str, Exception] = {}
@@ -332,16 +333,20 @@ class Follower(threading.Thread):
         self._run.sent[self._place(path)] = changed
         self._record()
 
-    def _send_model(self, client: MlflowClient, run_id: str, lines: list[dict[str, Any]]) -> None:
-        """Make the run's entry in MLflow's Models tab, of lines of a metric log."""
-        params = {name: value for name, value in self._run.tags.items() if name in ("recipe", "precision")}
-        log_model(client, run_id, self._run.key, lines, params)
-
     def _send_checkpoints(self, client: MlflowClient, run_id: str) -> None:
         """Send the checkpoints that MLflow lacks, after what is needed beside them; remove those that are gone here."""
         wanted = checkpoints.wanted(self._folder, self._run.checkpoints)
-        artifacts = checkpoints.artifact_folder(client, run_id) if wanted else None
-        links = artifacts is not None and checkpoints.can_link(wanted[-1] / MANIFEST_FILE, artifacts)
+        whole = None
+        if wanted and self._ending.is_set():  # somebody may have removed what was sent
+            steps = checkpoints.complete_steps(client, run_id)
+            whole = {path_of(self._folder / CHECKPOINTS, step) for step in steps}
+        lacking = []
+        for path in wanted:
+            with suppress(FileNotFoundError):  # the run has removed it meanwhile
+                if not self._has(path) or (whole is not None and path not in whole):
+                    lacking.append(path)
+        artifacts = checkpoints.artifact_folder(client, run_id) if lacking else None
+        links = artifacts is not None and checkpoints.can_link(self._folder / METRICS_FILE, artifacts)
         if artifacts and not links and self._run.checkpoints == "auto":
             log.warning(
                 "No links can be made in %s to %s, as on two file systems: MLflow gets no checkpoints. Set "
@@ -349,24 +354,15 @@ class Follower(threading.Thread):
                 *(artifacts, self._folder),
             )
             return
-        # Somebody may have removed what was sent.
-        whole = None
-        if wanted and self._ending.is_set():
-            steps = checkpoints.complete_steps(client, run_id)
-            whole = {path_of(self._folder / CHECKPOINTS, step) for step in steps}
-        new = False
-        for path in wanted:
-            with suppress(FileNotFoundError):  # the run has removed it meanwhile
-                if self._has(path) and (whole is None or path in whole):
-                    continue
+        for path in lacking:
+            with suppress(FileNotFoundError):  # removed since
                 if self._run.sent.pop(self._place(path), None):  # the same step was saved again, after a resume
                     self._remove(client, run_id, {path.name})
                 if artifacts and links:
                     checkpoints.link_tensors(path, artifacts / self._place(path))
                 for needed in (*(self._folder / name for name in checkpoints.COMPANIONS), path):
                     self._send_files(client, run_id, needed, links)
-                new = True
-        if wanted and (new or self._ending.is_set()):
+        if wanted and (lacking or self._ending.is_set()):
             stored = checkpoints.stored_names(client, run_id)
             self._remove(client, run_id, {*stored} - {path.name for path in wanted})
 
