@@ -19,7 +19,7 @@ from benchmarks.jobs import BIGNET, LOG_EVERY, TINY_MLP, BareLoop, Job, Workload
 from benchmarks.rows import Bench, Row, Times, ratios
 from evidence.stopwatch import Block, Clock, stopwatch
 from mantissa.display import size
-from mantissa.ledger import MemoryLedger
+from mantissa.step.ledger import MemoryLedger
 from trainer.config.schema import Config
 from trainer.errors import RunError
 from trainer.hardware import Hardware, synchronise, threads
@@ -231,7 +231,7 @@ def _peak(loop: Loop, device: torch.device) -> Iterator[int]:
 
 def memory_is_by(device: torch.device) -> str:
     """Return what measures the peak."""
-    return "CUDA's allocator" if device.type == "cuda" else "the ledger of mantissa/ledger.py"
+    return "CUDA's allocator" if device.type == "cuda" else "the ledger of mantissa/step/ledger.py"
 
 
 def peak_memory(bench: Bench, jobs: Sequence[tuple[Job, str]] = ()) -> Iterator[Row]:

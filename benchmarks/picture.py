@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mantissa.page import ALARM, INK, QUIET, RULE
-from mantissa.statistics import EQUIVALENT, WORSE
+from mantissa.verdict.page import ALARM, INK, QUIET, RULE
+from mantissa.verdict.statistics import EQUIVALENT, WORSE
 from trainer.tracking.plots import COLORS, bare_figure
 
 COMPARISON = "precisions"

@@ -20,8 +20,8 @@ from benchmarks.jobs import BareLoop, Job, Workload, gpt2_job, resnet_job
 from benchmarks.rows import ENDLESS, Bench, Row, interleave, ratios
 from evidence.memory.max_batch import largest_micro_batch
 from evidence.stopwatch import steps_of, stopwatch
-from mantissa import shell
 from mantissa.formats import BASIC
+from mantissa.verdict import shell
 from trainer.errors import RunError, UserError
 from trainer.files import PROJECT
 from trainer.hardware import UNAVAILABLE, detect

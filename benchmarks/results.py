@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from benchmarks import picture
-from mantissa.statistics import EQUIVALENT
+from mantissa.verdict.statistics import EQUIVALENT
 from trainer.config.options import run
 from trainer.errors import UserError
 from trainer.files import PROJECT, read_json, write_text

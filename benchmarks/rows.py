@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mantissa import compare
-from mantissa.statistics import mean_interval, ratio_interval
+from mantissa.verdict import compare
+from mantissa.verdict.statistics import mean_interval, ratio_interval
 from trainer.hardware import Hardware
 from trainer.precision.kernels import not_timed_here
 

@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mantissa import shell
+from mantissa.verdict import shell
 
 PROJECT = Path(__file__).resolve().parents[1]
 SAME = "device=cpu deterministic=true eval_samples=8 log_every=1 tracking.system_metrics=false"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from mantissa import shell
+from mantissa.verdict import shell
 from trainer.config.compose import compose
 from trainer.errors import OutOfMemory, RunError, UserError, first_line, is_out_of_memory
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import psutil
 
-from mantissa import compare, shell
-from mantissa.compare import Run, Store
 from mantissa.display import loss
+from mantissa.verdict import compare, shell
+from mantissa.verdict.compare import Run, Store
 from trainer.config.command_line import quoted
 from trainer.config.compose import key_of
 from trainer.errors import NonFiniteError, OutOfMemory, UserError, redacted

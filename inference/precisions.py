@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mantissa.display import columns, loss
-from mantissa.statistics import ALPHA, Interval, mean_interval
+from mantissa.verdict.statistics import ALPHA, Interval, mean_interval
 from trainer.precision.kernels import in_short
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Processes of Python that start at once: forked from a server that has imported torch and everything else.
 
 ``Popen`` and ``run`` stand for those of ``subprocess`` where the command is ``[sys.executable, …]`` with a script, with
-``-m module`` or with ``-c code``. ``monkeypatch.setattr("mantissa.shell.subprocess", forks)`` lets a
+``-m module`` or with ``-c code``. ``monkeypatch.setattr("mantissa.verdict.shell.subprocess", forks)`` lets a
 command start its own that way. What runs is a process of its own, with its own signals, standard streams, folder,
 environment and exit status; only the seconds of importing are saved, and what ``tests.shortcuts`` saves. Not for tests
 of start-up itself, of another copy of the project, or of environment variables that are read while a library is

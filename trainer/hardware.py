@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from mantissa.formats import FORMATS, FP32, NUMBERS
-from mantissa.memory import control_groups, held_bytes
+from mantissa.step.memory import control_groups, held_bytes
 from trainer.errors import UserError
 
 _allocator: Any = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None

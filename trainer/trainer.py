@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from mantissa.ledger import MemoryLedger
+from mantissa.step.ledger import MemoryLedger
 from mantissa.tensors import random_state, set_random_state
 from trainer.config.step import Config, Plan
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId

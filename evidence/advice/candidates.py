@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from evidence.memory.fits import fitting, is_set, too_large
 from evidence.runs import merge_overrides
 from mantissa.formats import BASIC, FP32
-from mantissa.memory import available_bytes
+from mantissa.step.memory import available_bytes
 from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
 from trainer.errors import UserError, first_line

@@ -10,7 +10,7 @@ from evidence.doctor.step import step_of
 from evidence.isolated import answer, measure_isolated
 from evidence.runs import merge_overrides
 from mantissa.doctor.diagnosis import HEALTHY, diagnose
-from mantissa.examination import take
+from mantissa.doctor.examine import take
 from mantissa.finding import CRASH
 from trainer.config.compose import compose
 from trainer.config.schema import Config

@@ -9,9 +9,9 @@ from typing import Any
 
 from evidence.advice.candidates import Candidate, Space
 from evidence.advice.timing import Times
-from mantissa.compare import interleave, times
 from mantissa.display import counted
-from mantissa.statistics import Interval, ratio_interval
+from mantissa.verdict.compare import interleave, times
+from mantissa.verdict.statistics import Interval, ratio_interval
 from trainer.errors import RunError, first_line
 
 BLOCKS, FINAL_BLOCKS = 10, 15

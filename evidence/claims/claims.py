@@ -17,8 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 from evidence.comparison.judge import Ratio
 from evidence.measures import MEASURES, TIMED
 from evidence.runs import Arm, check_labels
-from mantissa.compare import PAIRS
-from mantissa.statistics import INCONCLUSIVE, Interval
+from mantissa.verdict.compare import PAIRS
+from mantissa.verdict.statistics import INCONCLUSIVE, Interval
 from trainer.config.compose import key_of
 from trainer.errors import UserError, check_choice, first_line, nearest
 from trainer.files import PROJECT

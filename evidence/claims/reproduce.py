@@ -15,8 +15,8 @@ from evidence.claims.claims import CONFIRMED, REFUTED, Claim, Criterion, load, n
 from evidence.comparison.judge import Ratio, ratio
 from evidence.options import ReproduceOptions
 from evidence.runs import Outcome, Runner, merge_overrides
-from mantissa.compare import percent, times
-from mantissa.statistics import INCONCLUSIVE
+from mantissa.verdict.compare import percent, times
+from mantissa.verdict.statistics import INCONCLUSIVE
 from trainer.config.compose import compose, key_of
 from trainer.config.options import parse
 from trainer.errors import UserError

@@ -8,7 +8,7 @@ from evidence.comparison.compare import ComparisonPlan, Result, check_arms, comp
 from evidence.comparison.report import report, write_report
 from evidence.options import CompareOptions, margin_of, seeds_of
 from evidence.runs import Arm, check_labels, redacted_arguments
-from mantissa.compare import SEED_SHIFT
+from mantissa.verdict.compare import SEED_SHIFT
 from trainer.config.options import parse
 from trainer.errors import UserError, nearest
 

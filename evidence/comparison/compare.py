@@ -8,8 +8,8 @@ from typing import Any
 
 from evidence.comparison.judge import ArmResult, judge, losses
 from evidence.runs import Arm, Outcome, Runner, merge_overrides, redacted_arguments
-from mantissa.compare import Look, judge_and_keep
 from mantissa.errors import UsageError
+from mantissa.verdict.compare import Look, judge_and_keep
 from trainer.config.command_line import quoted
 from trainer.config.compose import check_single, compose
 from trainer.config.registration import flatten

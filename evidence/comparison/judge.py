@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from evidence.measures import TIMED, in_use, measured
 from evidence.runs import LOSS, Arm, Outcome, redacted_arguments
-from mantissa.compare import Quality, Reach, reach, too_few
-from mantissa.statistics import Interval, mean_interval, ratio_interval
+from mantissa.verdict.compare import Quality, Reach, reach, too_few
+from mantissa.verdict.statistics import Interval, mean_interval, ratio_interval
 from trainer.precision.kernels import is_emulated
 
 
@@ -60,7 +60,7 @@ def judge(
     Args:
         arms: of the comparison, the baseline first.
         outcomes: of all runs, failed ones too.
-        qualities: from ``mantissa.compare.judge``.
+        qualities: from ``mantissa.verdict.compare.judge``.
         margin: that of the qualities.
         look: number of the look, from 1 on.
     """
@@ -125,7 +125,7 @@ def ratio(name: str, runs: dict[int, Outcome], base: dict[int, Outcome]) -> Rati
 
 
 def losses(arms: list[Arm], outcomes: list[Outcome]) -> dict[str, dict[int, float | None]]:
-    """Return the final losses as ``mantissa.compare.judge`` takes them."""
+    """Return the final losses as ``mantissa.verdict.compare.judge`` takes them."""
     return {arm.label: {run.seed: measured(run, "loss") for run in outcomes if run.arm == arm.label} for arm in arms}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult, Ratio
 from evidence.runs import LOSS
-from mantissa.page import MARGIN
+from mantissa.verdict.page import MARGIN
 from trainer.tracking.plots import COLORS, INK, QUIET, RULE, bare_figure, plain
 
 SIZE = (4.6, 3.2)

@@ -8,10 +8,10 @@ from pathlib import Path
 from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult, Ratio
 from evidence.comparison.plots import figures
-from mantissa.compare import EQUAL_LOSS, METHOD, NOT_JUDGED, about_looks, failures, times, with_level
 from mantissa.display import loss, mebibytes
-from mantissa.page import Plot, Report, Section, measured_on
-from mantissa.statistics import Interval
+from mantissa.verdict.compare import EQUAL_LOSS, METHOD, NOT_JUDGED, about_looks, failures, times, with_level
+from mantissa.verdict.page import Plot, Report, Section, measured_on
+from mantissa.verdict.statistics import Interval
 from trainer.precision.kernels import in_short
 
 QUALITY = ("arm", "quality", "difference", "steps to equal loss", "time to equal loss")

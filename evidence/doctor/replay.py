@@ -10,7 +10,7 @@ from typing import Any
 
 from evidence.doctor.step import step_of
 from mantissa.doctor.diagnosis import TakenStep
-from mantissa.examination import take
+from mantissa.doctor.examine import take
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.compose import compose, key_of

@@ -8,7 +8,7 @@ import sys
 from evidence.memory.max_batch import MARGIN, largest_micro_batch, parse_memory_budget
 from evidence.options import MaxBatchOptions
 from mantissa.display import columns
-from mantissa.ledger import CATEGORIES, MIB, Ledger
+from mantissa.step.ledger import CATEGORIES, MIB, Ledger
 from trainer.config.compose import combinations, compose
 from trainer.config.options import Overriding, parse
 from trainer.hardware import detect

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from evidence.memory import trial
 from mantissa.display import size
-from mantissa.memory import available_bytes
+from mantissa.step.memory import available_bytes
 from trainer.config.compose import compose, key_of
 from trainer.errors import UserError
 from trainer.hardware import Hardware, detect

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from evidence.isolated import ProcessError, answer, measure_isolated
-from mantissa.memory import held_bytes
+from mantissa.step.memory import held_bytes
 from mantissa.tensors import tensors
 from trainer.config.schema import Config
 from trainer.errors import OutOfMemory, RunError

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from mantissa.watch import Watch
+from mantissa.watch.watch import Watch
 
 
 class Precision(TrainerCallback):

@@ -15,10 +15,10 @@ import torch
 from mantissa.commands import report_folder, say_part, seconds_of
 from mantissa.display import columns, counted, quantity
 from mantissa.doctor.diagnosis import CHECKS
+from mantissa.doctor.examine import PRECISIONS, Report, examine
 from mantissa.errors import UsageError
-from mantissa.examination import PRECISIONS, Report, examine
 from mantissa.formats import format_name
-from mantissa.step import Batch
+from mantissa.step.step import Batch
 
 SEQ2SEQ, MASKED, CAUSAL, IMAGES = "Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification"
 MAPPINGS = {

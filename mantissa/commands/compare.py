@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from mantissa import shell
 from mantissa.commands import report_folder
-from mantissa.compare import SEED_SHIFT, Comparison, Run, Store
 from mantissa.display import counted
 from mantissa.errors import UsageError
+from mantissa.verdict import shell
+from mantissa.verdict.compare import SEED_SHIFT, Comparison, Run, Store
 
 SEED = "{seed}"
 """What a command has in the place of the seed."""

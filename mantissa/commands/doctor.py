@@ -11,8 +11,8 @@ from importlib import import_module
 from torch import nn
 
 from mantissa.commands import report_folder, say_part, seconds_of
+from mantissa.doctor.examine import PRECISIONS, examine
 from mantissa.errors import UsageError
-from mantissa.examination import PRECISIONS, examine
 from mantissa.formats import format_name
 
 

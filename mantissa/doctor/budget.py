@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from mantissa.display import size
 from mantissa.errors import FormatError, UsageError, described, is_out_of_memory
-from mantissa.step import Step
-from mantissa.trace import is_raised_here, is_raised_in_model, line_of_exception
+from mantissa.step.step import Step
+from mantissa.step.trace import is_raised_here, is_raised_in_model, line_of_exception
 
 Result = TypeVar("Result")
 

@@ -27,9 +27,9 @@ from mantissa.doctor.training import find_outlier, samples, without_outliers
 from mantissa.errors import described
 from mantissa.finding import BACKWARD, DOMAIN, EXCEPTION, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.formats import FP16
-from mantissa.step import Batch, Replay, batch_key, map_tensors
+from mantissa.step.step import Batch, Replay, batch_key, map_tensors
+from mantissa.step.trace import CAST, PRODUCTS, Op, Trace, line_of_exception
 from mantissa.tensors import finite, numbers_in, storage
-from mantissa.trace import CAST, PRODUCTS, Op, Trace, line_of_exception
 
 UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Operators that return memory as it is: it may hold anything, and does not matter before it is written."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
-from mantissa.compile import compile_in_place
 from mantissa.doctor.sweep import DIFFERS, OK, FormatTrial
 from mantissa.finding import DIFFERENCE, FORWARD, Finding
-from mantissa.step import Gradients, Replay, Step
+from mantissa.step.compile import compile_in_place
+from mantissa.step.step import Gradients, Replay, Step
 
 ALLOWED = 8
 """Times that a compiled model may differ from the eager one by what that differs from the reference."""

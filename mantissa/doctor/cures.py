@@ -18,10 +18,10 @@ from mantissa.doctor.dtypes import explicit_casts
 from mantissa.errors import FormatError
 from mantissa.finding import FORWARD, OVERFLOW, UPDATE, Finding
 from mantissa.formats import FP16
-from mantissa.ledger import MemoryLedger
-from mantissa.step import Batch, Built, Remedies, Replay, Step, Widened
+from mantissa.step.ledger import MemoryLedger
+from mantissa.step.step import Batch, Built, Remedies, Replay, Step, Widened
+from mantissa.step.trace import HALF, Line, Op, Trace, functional_name, user_line
 from mantissa.tensors import numbers_in, relative_error
-from mantissa.trace import HALF, Line, Op, Trace, functional_name, user_line
 
 NO_CAST = "no cast to 16 bits in this line"
 _OTHERS = 3

@@ -67,9 +67,9 @@ from mantissa.finding import (
     Finding,
 )
 from mantissa.formats import FORMATS
-from mantissa.step import Batch, Replay, Step
+from mantissa.step.step import Batch, Replay, Step
 from mantissa.tensors import finite
-from mantissa.updates import UpdateMeter, is_elementwise, judge
+from mantissa.watch.updates import UpdateMeter, is_elementwise, judge
 
 HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"
 CRASHED, INCOMPLETE = "CRASHED", "INCOMPLETE"

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mantissa.display import counted, dtype_name
 from mantissa.finding import DTYPE, FORWARD, LOST, Examined, Finding
-from mantissa.step import Replay, Step
+from mantissa.step.step import Replay, Step
+from mantissa.step.trace import CAST, PRODUCTS, DtypeRecorder, Op, Row, Trace
 from mantissa.tensors import relative_error
-from mantissa.trace import CAST, PRODUCTS, DtypeRecorder, Op, Row, Trace
 
 
 def manifest(passes: Replay) -> Examined:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from mantissa.doctor.module_errors import NOISE
 from mantissa.finding import BACKWARD, SCALE, UNDERFLOW, Examined, Finding
 from mantissa.formats import FP16
-from mantissa.step import LEAST_SCALE, Batch, Replay, Step
+from mantissa.step.step import LEAST_SCALE, Batch, Replay, Step
+from mantissa.step.trace import DtypeRecorder
 from mantissa.tensors import numbers_in, relative_error
-from mantissa.trace import DtypeRecorder
 
 LOWEST, HIGHEST = -75, 30
 """The smallest and the largest exponent, floor(log2(|g|)), that is counted. What is beyond is counted with these."""

@@ -14,9 +14,9 @@ from mantissa.display import listed
 from mantissa.doctor.cures import trains_with
 from mantissa.doctor.dtypes import explicit_casts
 from mantissa.finding import BACKWARD, BLOCKED, ERROR, FORWARD, SCALE, UNDERFLOW, Examined, Finding
-from mantissa.step import Replay, ReplayResult, Step
+from mantissa.step.step import Replay, ReplayResult, Step
+from mantissa.step.trace import Line, Op, Trace, is_checkpointed
 from mantissa.tensors import relative_error, storage
-from mantissa.trace import Line, Op, Trace, is_checkpointed
 
 _NO_DERIVATIVE = tuple(f"{name}Backward" for name in ("Round", "Sign", "Floor", "Ceil", "Trunc", "Heaviside"))
 _SCALE = 2.0**12

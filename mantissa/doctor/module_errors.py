@@ -31,14 +31,14 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mantissa import islands
 from mantissa.display import dtype_name, listed
 from mantissa.errors import FormatError
 from mantissa.finding import BACKWARD, ERROR, FORWARD, INPUT, UNDERFLOW, Examined, Finding
 from mantissa.formats import BF16, FP16, FP32, TF32, Format, Number, scaled_number
-from mantissa.step import Gradients, Replay, Step, batch_key
+from mantissa.step import islands
+from mantissa.step.step import Gradients, Replay, Step, batch_key
+from mantissa.step.trace import PRODUCTS, Op, Trace
 from mantissa.tensors import in_dtype, numbers_in, relative_error, storage
-from mantissa.trace import PRODUCTS, Op, Trace
 
 FACTOR = 8
 SUM = 0.6

@@ -15,7 +15,7 @@ from mantissa.doctor.diagnosis import FOUND, HEALTHY, INCOMPLETE, Diagnosis, Tak
 from mantissa.doctor.fp16_range import LOWEST, Exponents
 from mantissa.doctor.sweep import DIFFERENT
 from mantissa.finding import FORWARD, MEANINGS, OVERFLOW
-from mantissa.page import Plot, Report, Section, measured_on
+from mantissa.verdict.page import Plot, Report, Section, measured_on
 
 VERDICT = "verdict.json"
 
@@ -108,7 +108,7 @@ def write_report(
         diagnosis: of the step.
         folder: which is made.
         subject: what was trained.
-        record: ``command``, and what ``mantissa.page.measured_on`` takes.
+        record: ``command``, and what ``mantissa.verdict.page.measured_on`` takes.
         plots: for the page.
     """
     taken, tables = diagnosis.taken, _tables(diagnosis)

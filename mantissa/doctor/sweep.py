@@ -11,7 +11,7 @@ import torch
 
 from mantissa.errors import FormatError, described, is_out_of_memory
 from mantissa.formats import BF16
-from mantissa.step import Replay, Step
+from mantissa.step.step import Replay, Step
 
 OK, BREAKS, RAISES, DIFFERS, LEFT_OUT = "ok", "BREAKS", "RAISES", "DIFFERS", "left out"
 

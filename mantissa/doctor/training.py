@@ -14,9 +14,9 @@ from mantissa.display import dtype_name
 from mantissa.doctor.module_errors import HARM, rounded_away
 from mantissa.finding import DIVERGENCE, FORWARD, INPUT, LOST, MOMENT, RATE, SCALE, UNDERFLOW, UPDATE, Examined, Finding
 from mantissa.formats import FP32
-from mantissa.step import Batch, Replay, Step, batch_key, map_tensors
+from mantissa.step.step import Batch, Replay, Step, batch_key, map_tensors
+from mantissa.step.trace import Trace
 from mantissa.tensors import moments, relative_error
-from mantissa.trace import Trace
 
 STEPS, MOST_STEPS = 20, 60
 """Numbers of steps that are trained: the second one where they are small."""

@@ -122,7 +122,7 @@ def succeed(train: Train) -> Train:
 @pytest.fixture
 def script(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """``script(main, "seeds=2", …)``: another script in this process; what it trains are forks, see ``tests.forks``."""
-    monkeypatch.setattr("mantissa.shell.subprocess", forks)
+    monkeypatch.setattr("mantissa.verdict.shell.subprocess", forks)
 
     def command(main: Callable[[list[str]], int], *arguments: str) -> Result:
         capsys.readouterr()

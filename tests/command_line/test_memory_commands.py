@@ -82,7 +82,7 @@ LIMITED = """
 import ctypes, resource, sys
 import torch
 from trainer.run.command import main
-from mantissa.memory import held_bytes
+from mantissa.step.memory import held_bytes
 from trainer.run import fit
 fit.rough_bytes = lambda *given: None  # no forecast
 from recipes.bignet import BigNet

@@ -19,11 +19,11 @@ from evidence.comparison.compare import ComparisonPlan, Result, check_arms, comp
 from evidence.comparison.judge import ArmResult, judge, losses
 from evidence.comparison.report import _cost, cost_rows, lead, notes, quality_rows, report, write_report
 from evidence.runs import Arm, Outcome, Runner, _last_error, cpu_share_of_others, merge_overrides
-from mantissa import compare as engine
 from mantissa.display import columns
-from mantissa.ledger import CATEGORIES
-from mantissa.shell import Ended
-from mantissa.statistics import EQUIVALENT, WORSE, Interval
+from mantissa.step.ledger import CATEGORIES
+from mantissa.verdict import compare as engine
+from mantissa.verdict.shell import Ended
+from mantissa.verdict.statistics import EQUIVALENT, WORSE, Interval
 from trainer.errors import UserError
 from trainer.files import in_use
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import re
 
-from mantissa.page import Report, Section
+from mantissa.verdict.page import Report, Section
 from trainer.tracking.plots import COLORS, INK, QUIET, RULE, bare_figure
 
 HOSTILE = "</title><script>alert('1')</script> onload=\"x\" {{ 7 * 7 }} &amp;"

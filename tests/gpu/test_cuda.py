@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from mantissa.formats import NUMBERS
-from mantissa.ledger import MemoryLedger
+from mantissa.step.ledger import MemoryLedger
 from recipes.gpt2 import SHAPES, Shape
 from tests.helpers import PROJECT, copied, fit, same_bits, trainer_of
 from tests.parallel.conftest import TORCHRUN, environment

@@ -12,7 +12,7 @@ from scipy import stats
 
 from inference.evaluate import Measured
 from inference.precisions import compared, verdict
-from mantissa.statistics import Interval
+from mantissa.verdict.statistics import Interval
 from tests.inference.conftest import script
 
 evaluate = script("inference.evaluate:evaluate")

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from mantissa.__main__ import main
-from mantissa.compare import NOT_JUDGED, Losses, Quality, Store, judge, judge_and_keep
-from mantissa.statistics import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE
+from mantissa.verdict.compare import NOT_JUDGED, Losses, Quality, Store, judge, judge_and_keep
+from mantissa.verdict.statistics import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE
 from tests.mantissa.test_shell import ends
 
 NOISE = (0.02113, -0.01307, 0.00419, 0.01711, -0.01901, 0.00803, -0.00607, 0.01217)
@@ -379,7 +379,7 @@ def test_rounding_makes_a_difference_of_the_margin_no_more_often_equivalent(
     difference: str, most: float, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Spreads far below the last digit, which make all differences the same, and above it; three deviations of 400."""
-    monkeypatch.setattr("mantissa.statistics._Tested._pairs_needed", lambda *_: None)
+    monkeypatch.setattr("mantissa.verdict.statistics._Tested._pairs_needed", lambda *_: None)
     generator = np.random.default_rng(0)
     for unit, spread in itertools.product((1e-2, 5e-3, 1e-3, 1e-4), (0.02, 0.3, 1.0)):
         pairs = [rounded_pairs(difference, spread, count, unit, generator) for _ in range(400)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mantissa.compile import compile_in_place
+from mantissa.step.compile import compile_in_place
 
 
 class Own(nn.Sequential):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mantissa
-from mantissa.trace import LOSS, DtypeRecorder
+from mantissa.step.trace import LOSS, DtypeRecorder
 from tests.helpers import trainer_of
 from trainer.run.record import observed
 from trainer.trainer import Trainer

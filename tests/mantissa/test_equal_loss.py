@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from mantissa.compare import NOT_JUDGED, Curve, Quality, Reach, reach
-from mantissa.statistics import WORSE, ratio_interval, steps_to
+from mantissa.verdict.compare import NOT_JUDGED, Curve, Quality, Reach, reach
+from mantissa.verdict.statistics import WORSE, ratio_interval, steps_to
 
 STEPS = (10, 20, 30, 40)
 MARGIN = 0.003

@@ -78,8 +78,8 @@ def test_mistakes(tmp_path: Path) -> None:
 
 def test_a_difference_of_the_margin_seldom_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 4.5 % in the long run, with the second look; by tests of 5 % at both, about 8 %."""
-    monkeypatch.setattr("mantissa.compare.print", lambda line, flush: None, raising=False)
-    monkeypatch.setattr("mantissa.compare.Comparison.write", lambda self, folder, command: tmp_path)
+    monkeypatch.setattr("mantissa.verdict.compare.print", lambda line, flush: None, raising=False)
+    monkeypatch.setattr("mantissa.verdict.compare.Comparison.write", lambda self, folder, command: tmp_path)
     generator, passed = random.Random(0), 0
     for _ in range(600):
         base = {seed: generator.gauss(2, 0.02) for seed in range(16)}
@@ -106,10 +106,10 @@ def test_the_fixture_fails_the_test_with_the_report_and_writes_its_page(pytester
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))
-        result = pytester.runpytest_subprocess("-p", "mantissa.pytest_plugin")
+        result = pytester.runpytest_subprocess("-p", "mantissa.verdict.plugin")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["E *AssertionError: bf16, compared with fp32: loss +4.*: WORSE at a margin of 0.3 %."])
-    result.stdout.no_fnmatch_line("*mantissa/gate.py*")
+    result.stdout.no_fnmatch_line("*mantissa/verdict/gate.py*")
     assert "WORSE" in (pytester.path / "pages" / "comparison.html").read_text()
 
 

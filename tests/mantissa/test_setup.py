@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.formats import FORMATS
-from mantissa.setup import FirstStep, Setup, flags_differ, fp32_flags, read_setup
+from mantissa.watch.setup import FirstStep, Setup, flags_differ, fp32_flags, read_setup
 
 AUTOCAST: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mantissa import shell
+from mantissa.verdict import shell
 
 
 def ends(process: int) -> bool:

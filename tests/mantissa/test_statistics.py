@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mantissa.statistics import (
+from mantissa.verdict.statistics import (
     BETTER,
     EQUIVALENT,
     INCONCLUSIVE,

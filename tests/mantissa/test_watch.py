@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mantissa
 from mantissa.errors import UsageError
-from mantissa.meters import Measured, are_finite
-from mantissa.watch import loss_in
+from mantissa.watch.meters import Measured, are_finite
+from mantissa.watch.watch import loss_in
 from tests.helpers import same_bits
 
 BAD = 7

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mantissa.ledger import MemoryLedger
+from mantissa.step.ledger import MemoryLedger
 from recipes.gpt2 import GPT2
 from tests.helpers import NoData, SmallConvNet, compose, copied, fit, same_bits, start
 from tests.parity.bare import Bare, LossSum, gpt2_loss

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
-from mantissa.memory import available_bytes
+from mantissa.step.memory import available_bytes
 from trainer.data.loader import Batches, PinnedLoader
 from trainer.errors import UserError
 from trainer.hardware import (

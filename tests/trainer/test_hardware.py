@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mantissa import memory
-from mantissa.memory import available_bytes, control_groups
+from mantissa.step import memory
+from mantissa.step.memory import available_bytes, control_groups
 from tests.helpers import PROJECT, trainer_of
 from trainer import hardware
 from trainer.hardware import Hardware, detect, set_determinism
@@ -72,7 +72,7 @@ def test_the_peak_of_the_process_is_remembered_after_the_memory_is_given_back_an
 FAULTS = """
 import resource, sys
 import torch
-from mantissa.memory import held_bytes
+from mantissa.step.memory import held_bytes
 from trainer.hardware import keep_freed_memory, release_kept_memory
 
 def faults():

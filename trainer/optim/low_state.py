@@ -25,7 +25,7 @@ class AdamWBf16(torch.optim.AdamW):
     has no bf16 state, compiles its step, takes no loss scale, and holds tensors that safetensors cannot write.)
     """
 
-    state_dtype = torch.bfloat16  # of which ``mantissa.setup`` does not warn
+    state_dtype = torch.bfloat16  # of which ``mantissa.watch.setup`` does not warn
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

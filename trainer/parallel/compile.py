@@ -43,7 +43,7 @@ class Compile:
             return
         if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
             raise UserError(f"compile={self.mode} on a CPU needs a C++ compiler (apt install g++); or use compile=off")
-        from mantissa.compile import compile_in_place
+        from mantissa.step.compile import compile_in_place
 
         # Without CUDA graphs: a replay reuses their memory, which with gradient accumulation still holds the gradients
         # of the first microbatch (pytorch issue 169545).

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from mantissa import operators
 from mantissa.errors import FormatError
 from mantissa.formats import FORMATS, FP8, FP32, TF32, Format
-from mantissa.islands import cast_inputs, keep_fp32, with_fp32_statistics
+from mantissa.step import operators
+from mantissa.step.islands import cast_inputs, keep_fp32, with_fp32_statistics
 from trainer.errors import UserError, check_choice, nearest
 from trainer.hardware import NATIVE, UNAVAILABLE, Hardware, detect
 from trainer.precision import kernels, scaled

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from mantissa.ledger import Ledger, MemoryLedger
+from mantissa.step.ledger import Ledger, MemoryLedger
 from trainer.errors import check_number
 from trainer.hardware import kind_of, synchronise
 

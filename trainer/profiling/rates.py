@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from mantissa.formats import FP8, NUMBERS, TF32, Number
-from mantissa.memory import available_bytes
+from mantissa.step.memory import available_bytes
 from trainer.cache import cached
 from trainer.hardware import CUDA, NATIVE, UNAVAILABLE, Hardware
 from trainer.precision import kernels

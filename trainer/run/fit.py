@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
-from mantissa.ledger import MIB, STEADY
-from mantissa.memory import available_bytes
+from mantissa.step.ledger import MIB, STEADY
+from mantissa.step.memory import available_bytes
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Datasets, SampleId

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mantissa.ledger import Ledger
+from mantissa.step.ledger import Ledger
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Batch, Datasets

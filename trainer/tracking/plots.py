@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mantissa.page import ALARM, INK, QUIET, RULE
+from mantissa.verdict.page import ALARM, INK, QUIET, RULE
 from trainer.files import METRICS_FILE, read_json_lines
 
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6bb1", INK)

@@ -13,7 +13,7 @@ from evidence.advice import checkup, command, timing
 from evidence.advice.candidates import Candidate, in_words, space_of
 from evidence.advice.timing import Times
 from evidence.memory.fits import too_large
-from mantissa.shell import Ended
+from mantissa.verdict.shell import Ended
 from tests.helpers import CPU
 from trainer.config.compose import compose
 from trainer.config.schema import Config

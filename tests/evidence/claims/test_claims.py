@@ -18,8 +18,8 @@ from evidence.claims.claims import CONFIRMED, REFUTED, Claim, Criterion, lacking
 from evidence.claims.reproduce import main, row_of
 from evidence.comparison.judge import Ratio
 from evidence.runs import Outcome, Runner
-from mantissa.shell import Ended
-from mantissa.statistics import INCONCLUSIVE, Interval
+from mantissa.verdict.shell import Ended
+from mantissa.verdict.statistics import INCONCLUSIVE, Interval
 from tests.helpers import CPU, PROJECT
 from trainer.config.compose import compose
 from trainer.config.options import run

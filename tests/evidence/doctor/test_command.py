@@ -16,7 +16,7 @@ from evidence.doctor.command import main
 from evidence.doctor.replay import _go_to
 from evidence.doctor.step import Overrides
 from mantissa.doctor import budget
-from mantissa.step import Remedies
+from mantissa.step.step import Remedies
 from recipes.bignet import BigNet
 from tests.helpers import compose
 from trainer.data.contract import Batch

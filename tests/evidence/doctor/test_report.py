@@ -22,12 +22,12 @@ from mantissa.doctor import diagnosis as diagnoses
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.cures import Islands
 from mantissa.doctor.diagnosis import Diagnosis, diagnose
+from mantissa.doctor.examine import take
 from mantissa.doctor.fp16_range import Exponents, Range
 from mantissa.doctor.module_errors import LocalError
 from mantissa.doctor.report import lines, opening
-from mantissa.examination import take
 from mantissa.finding import Examined, Finding
-from mantissa.step import Step
+from mantissa.step.step import Step
 from tests.mantissa.doctor.faults import large_ffn
 from tests.mantissa.doctor.planted import WIDTH, Planted, around
 from trainer.precision.modes import Precision

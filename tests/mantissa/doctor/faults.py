@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mantissa
-from mantissa.examination import Report
+from mantissa.doctor.examine import Report
 from mantissa.finding import (
     BACKWARD,
     BLOCKED,

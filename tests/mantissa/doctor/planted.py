@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evidence.doctor.step import step_of as step_of_trainer
-from mantissa.step import Step
+from mantissa.step.step import Step
 from tests.helpers import Arrays, NoData, trainer_of
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.schema import Config

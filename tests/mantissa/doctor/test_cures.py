@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import mantissa
 from mantissa.doctor.cures import _innermost
 from mantissa.doctor.diagnosis import HEALTHY, diagnose
-from mantissa.examination import Report, take
-from mantissa.loop import step_of_loop
+from mantissa.doctor.examine import Report, take
+from mantissa.step.loop import step_of_loop
 from tests.mantissa.doctor.faults import Batch, Own, error, regression, scaled, scaled_gradient
 
 WIDTH = 16

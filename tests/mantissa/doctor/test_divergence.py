@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from evidence.doctor.replay import of_overrides
 from mantissa.doctor.training import MOST_STEPS, STEPS, divergence, leaves, steps_to_train
 from mantissa.finding import DIVERGENCE, FORWARD, UPDATE, Finding
-from mantissa.step import Step
+from mantissa.step.step import Step
 from tests.mantissa.doctor.planted import TINY, WIDTH, Block, around, mean_square, step_of
 from trainer.data.contract import Batch
 from trainer.optim.optimizer import Optimizer

@@ -474,7 +474,7 @@ def test_a_model_without_a_module_that_can_be_examined_is_not_healthy() -> None:
 
 @pytest.mark.parametrize("raised", [ValueError, AssertionError, IndexError, ZeroDivisionError, RuntimeError])
 def test_a_loss_that_takes_no_other_batch_is_examined(raised: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mantissa.step._FEW", 0)  # as if the step were a large one
+    monkeypatch.setattr("mantissa.step.step._FEW", 0)  # as if the step were a large one
     model = Own()
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -493,7 +493,7 @@ def test_a_loss_that_takes_no_other_batch_is_examined(raised: type[Exception], m
 def test_what_does_not_fit_beside_a_step_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The activations of a step count, and not only the weights."""
     batches = regression(rows=4096)
-    monkeypatch.setattr("mantissa.loop.available_bytes", lambda device: 4096 * 32 * 4)  # one of them
+    monkeypatch.setattr("mantissa.step.loop.available_bytes", lambda device: 4096 * 32 * 4)  # one of them
     report = mantissa.examine(Own(), error, batches, "bf16")
     assert [each.partition(" (it needs about ")[0] for each in report.diagnosis.budget.left_out] == [
         *("fp64", "modules", "whole gradients")

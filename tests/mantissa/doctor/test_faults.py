@@ -10,10 +10,10 @@ from torch import nn
 from evidence.doctor.step import step_of as step_of_trainer
 from mantissa.doctor import compiled
 from mantissa.doctor.diagnosis import CHECKS, FOUND, diagnose
+from mantissa.doctor.examine import take
 from mantissa.doctor.sweep import DIFFERS
-from mantissa.examination import take
 from mantissa.finding import DIFFERENCE
-from mantissa.step import Gradients, Step
+from mantissa.step.step import Gradients, Step
 from tests.mantissa.doctor.faults import FAULTS, TRAINED, miscompiling
 from tests.mantissa.doctor.planted import WIDTH, step_of
 

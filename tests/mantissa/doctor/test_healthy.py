@@ -14,9 +14,9 @@ from evidence.runs import merge_overrides
 from mantissa.doctor.cause import find_origin
 from mantissa.doctor.diagnosis import CHECKS, HEALTHY, diagnose
 from mantissa.finding import BACKWARD, DIVERGENCE, FORWARD, LOST, MOMENT, OVERFLOW, Finding
-from mantissa.step import Replay
+from mantissa.step.step import Replay
+from mantissa.step.trace import Op, Trace
 from mantissa.tensors import finite
-from mantissa.trace import Op, Trace
 from recipes.bert import Bert
 from tests.helpers import trainer_of
 from tests.mantissa.doctor.planted import TINY, WIDTH, around, step_of

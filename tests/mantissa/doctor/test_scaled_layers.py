@@ -13,12 +13,12 @@ from evidence.doctor.replay import of_overrides
 from evidence.doctor.step import step_of
 from mantissa.doctor.cause import find_origin
 from mantissa.doctor.diagnosis import CHECKS, HEALTHY, diagnose
+from mantissa.doctor.examine import take
 from mantissa.doctor.module_errors import local_errors
-from mantissa.examination import take
 from mantissa.finding import BACKWARD, FORWARD, UNDERFLOW
 from mantissa.formats import FORMATS
-from mantissa.setup import _scaled
-from mantissa.step import Step
+from mantissa.step.step import Step
+from mantissa.watch.setup import _scaled
 from tests.helpers import trainer_of
 
 MODES = [name for name, row in FORMATS.items() if row.number.scaled]

@@ -14,9 +14,9 @@ from evidence.doctor.step import step_of as step_of_trainer
 from mantissa.doctor.cause import find_origin
 from mantissa.doctor.cures import find_islands, measure_cost
 from mantissa.finding import BACKWARD, FORWARD
-from mantissa.step import Replay
+from mantissa.step.step import Replay
+from mantissa.step.trace import Op, Trace
 from mantissa.tensors import random_state
-from mantissa.trace import Op, Trace
 from tests.helpers import copied, fit, same_bits, trainer_of
 from tests.mantissa.doctor.faults import Computes, large_ffn
 from tests.mantissa.doctor.planted import TINY, WIDTH, Block, around, step_of, step_of_run

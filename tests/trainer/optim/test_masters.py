@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.formats import FORMATS
-from mantissa.ledger import MemoryLedger
+from mantissa.step.ledger import MemoryLedger
 from tests.helpers import NoData, SmallConvNet, copied, fit, same_bits, start, trainer_of
 from trainer.config.schema import Config
 from trainer.errors import UserError

@@ -103,7 +103,7 @@ def test_evaluation_compiles_one_graph_whatever_its_sizes(monkeypatch: pytest.Mo
     def compile_in_place(found: torch.nn.Module, **_: Any) -> None:
         found.compile(backend=backend)
 
-    monkeypatch.setattr("mantissa.compile.compile_in_place", compile_in_place)
+    monkeypatch.setattr("mantissa.step.compile.compile_in_place", compile_in_place)
     torch._dynamo.reset()
     text = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64")
     sizes = ("batch_size=4", "micro_batch_size=4", "eval_samples=10", "steps=4")

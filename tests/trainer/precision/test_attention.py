@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from mantissa.step.trace import DtypeRecorder
 from mantissa.tensors import random_state
-from mantissa.trace import DtypeRecorder
 from tests.helpers import copied, same_bits, trainer_of
 from trainer.profiling.flops import ModelFlops
 

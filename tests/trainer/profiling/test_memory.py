@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mantissa.ledger import STEADY, Ledger, MemoryLedger
+from mantissa.step.ledger import STEADY, Ledger, MemoryLedger
 
 WIDE, HIDDEN, OUT, BATCH = 64, 128, 32, 1024
 W1, W2 = 4 * WIDE * HIDDEN, 4 * HIDDEN * OUT  # bytes of the two weight matrices in fp32

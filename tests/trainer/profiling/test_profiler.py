@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from mantissa.ledger import MemoryLedger
+from mantissa.step.ledger import MemoryLedger
 from trainer.profiling.profiler import MemoryProfiler, Profiler, Session, TorchProfiler
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mantissa.ledger import MIB, STEADY, Ledger
+from mantissa.step.ledger import MIB, STEADY, Ledger
 from recipes.language import torch_can_chunk
 from tests.helpers import compose
 from trainer.config.resume import as_before

@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_map_only
 
 from mantissa.display import columns, counted, listed
 from mantissa.doctor.diagnosis import SWEEP
+from mantissa.doctor.examine import PRECISIONS, Report, examine
 from mantissa.errors import FormatError, NotFiniteError, UsageError, check_type, described
-from mantissa.examination import PRECISIONS, Report, examine
 from mantissa.formats import FORMATS, TF32, computing_in, format_name
-from mantissa.loop import Loss
-from mantissa.meters import Measured, Meters, are_finite
-from mantissa.setup import FirstStep, Listener, Setup, observing, policies, read_setup, refuses_to_unscale
+from mantissa.step.loop import Loss
 from mantissa.tensors import NotedState, changed_by, finite, local, numbers_in, tensors
+from mantissa.watch.meters import Measured, Meters, are_finite
+from mantissa.watch.setup import FirstStep, Listener, Setup, observing, policies, read_setup, refuses_to_unscale
 
 SKIPS = 10
 """Steps that a loss scaler skips one after another before that is a failure."""

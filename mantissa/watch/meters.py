@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mantissa.setup import Listener, observing
 from mantissa.tensors import (
     changed_by,
     finite,
@@ -23,7 +22,8 @@ from mantissa.tensors import (
     set_random_state,
     wide_dtype,
 )
-from mantissa.updates import Counts, UpdateMeter, is_elementwise
+from mantissa.watch.setup import Listener, observing
+from mantissa.watch.updates import Counts, UpdateMeter, is_elementwise
 
 _SAMPLE = 4096
 """Elements of a parameter whose updates are measured, at most."""

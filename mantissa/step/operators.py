@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.overrides import TorchFunctionMode
 
-from mantissa import islands
+from mantissa.step import islands
 from mantissa.tensors import tensors
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)

@@ -22,9 +22,9 @@ from mantissa.doctor.training import MOST_STEPS
 from mantissa.errors import UsageError, check_type
 from mantissa.finding import Finding
 from mantissa.formats import computing_in, format_name
-from mantissa.ledger import MemoryLedger
-from mantissa.loop import Loss, step_of_loop
-from mantissa.step import Step
+from mantissa.step.ledger import MemoryLedger
+from mantissa.step.loop import Loss, step_of_loop
+from mantissa.step.step import Step
 from mantissa.tensors import changed_by, finite, in_dtype, random_state, set_random_state
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16_pure", "fp16_pure")

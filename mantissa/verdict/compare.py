@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from mantissa import display
 from mantissa.errors import UsageError
-from mantissa.page import Report, Section
-from mantissa.statistics import (
+from mantissa.verdict.page import Report, Section
+from mantissa.verdict.statistics import (
     EQUIVALENT,
     INCONCLUSIVE,
     WORSE,

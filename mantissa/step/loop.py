@@ -14,12 +14,12 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from mantissa.errors import FormatError, UsageError
 from mantissa.formats import FORMATS
-from mantissa.islands import cast_inputs, keep_fp32
-from mantissa.memory import available_bytes
-from mantissa.operators import OperatorPolicy
-from mantissa.step import LEAST_SCALE, Batch, Build, Built, Step, cast_training
+from mantissa.step.islands import cast_inputs, keep_fp32
+from mantissa.step.memory import available_bytes
+from mantissa.step.operators import OperatorPolicy
+from mantissa.step.step import LEAST_SCALE, Batch, Build, Built, Step, cast_training
 from mantissa.tensors import in_dtype, random_state
-from mantissa.updates import UpdateMeter
+from mantissa.watch.updates import UpdateMeter
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """From the model and a batch to the mean loss, a scalar."""

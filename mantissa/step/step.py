@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from mantissa.errors import UsageError
 from mantissa.formats import FORMATS, Format
 from mantissa.tensors import finite, in_dtype, moments, perturbed, random_state, set_random_state
-from mantissa.updates import Masters, UpdateMeter
+from mantissa.watch.updates import Masters, UpdateMeter
 
 Batch = dict[str, Tensor]
 """Tensors by name, whose rows are the samples."""
@@ -161,7 +161,7 @@ class Step:
     compiles: bool = False
     """Whether the run compiles its model."""
     round_as_eager: bool = False
-    """See ``mantissa.compile.compile_in_place``."""
+    """See ``mantissa.step.compile.compile_in_place``."""
     changes_batches: bool = False
     """Whether the loss may change tensors of a batch in place."""
     cuts: bool = True

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mantissa.compare import Comparison, Run, Store
 from mantissa.errors import UsageError
-from mantissa.statistics import EQUIVALENT, INCONCLUSIVE
+from mantissa.verdict.compare import Comparison, Run, Store
+from mantissa.verdict.statistics import EQUIVALENT, INCONCLUSIVE
 
 
 def precision_gate(

@@ -1,0 +1,1 @@
+"""One training step: what it computes, in which dtypes, and what memory it holds."""

@@ -1,0 +1,1 @@
+"""What several runs say together: verdicts with an error rate."""

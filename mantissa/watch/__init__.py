@@ -1,0 +1,1 @@
+"""What is watched while somebody's own loop trains."""
