@@ -87,7 +87,7 @@ def test_the_library_needs_torch_and_numpy_only() -> None:
     found = {
         name.partition(".")[0]
         for path in sources("mantissa").values()
-        if path.parent.name != "callbacks" and path.name != "pytest_plugin.py"
+        if path.parent.name != "callbacks" and path.name != "plugin.py"
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])

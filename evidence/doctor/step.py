@@ -15,8 +15,8 @@ from mantissa.errors import FormatError
 from mantissa.formats import FORMATS
 from mantissa.step.memory import available_bytes
 from mantissa.step.step import Built, Remedies, Step
+from mantissa.step.updates import UpdateMeter
 from mantissa.tensors import random_state, set_random_state
-from mantissa.watch.updates import UpdateMeter
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Datasets

@@ -68,8 +68,8 @@ from mantissa.finding import (
 )
 from mantissa.formats import FORMATS
 from mantissa.step.step import Batch, Replay, Step
+from mantissa.step.updates import UpdateMeter, is_elementwise, judge
 from mantissa.tensors import finite
-from mantissa.watch.updates import UpdateMeter, is_elementwise, judge
 
 HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"
 CRASHED, INCOMPLETE = "CRASHED", "INCOMPLETE"

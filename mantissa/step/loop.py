@@ -18,8 +18,8 @@ from mantissa.step.islands import cast_inputs, keep_fp32
 from mantissa.step.memory import available_bytes
 from mantissa.step.operators import OperatorPolicy
 from mantissa.step.step import LEAST_SCALE, Batch, Build, Built, Step, cast_training
+from mantissa.step.updates import UpdateMeter
 from mantissa.tensors import in_dtype, random_state
-from mantissa.watch.updates import UpdateMeter
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """From the model and a batch to the mean loss, a scalar."""

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from mantissa.errors import UsageError
 from mantissa.formats import FORMATS, Format
+from mantissa.step.updates import Masters, UpdateMeter
 from mantissa.tensors import finite, in_dtype, moments, perturbed, random_state, set_random_state
-from mantissa.watch.updates import Masters, UpdateMeter
 
 Batch = dict[str, Tensor]
 """Tensors by name, whose rows are the samples."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mantissa.step.updates import Counts, UpdateMeter, is_elementwise
 from mantissa.tensors import (
     changed_by,
     finite,
@@ -23,7 +24,6 @@ from mantissa.tensors import (
     wide_dtype,
 )
 from mantissa.watch.setup import Listener, observing
-from mantissa.watch.updates import Counts, UpdateMeter, is_elementwise
 
 _SAMPLE = 4096
 """Elements of a parameter whose updates are measured, at most."""

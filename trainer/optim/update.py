@@ -17,7 +17,7 @@ from trainer.parallel.shards import is_sharded
 from trainer.precision.scaler import LossScale
 
 if TYPE_CHECKING:
-    from mantissa.watch.updates import UpdateMeter
+    from mantissa.step.updates import UpdateMeter
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import nn
 
 from mantissa.display import dtype_name, listed
 from mantissa.formats import FP16
-from mantissa.watch.updates import Counts, UpdateMeter, is_elementwise, ratio
+from mantissa.step.updates import Counts, UpdateMeter, is_elementwise, ratio
 from trainer.errors import UserError, check_number
 from trainer.optim.optimizer import Optimizer
 from trainer.optim.update import Update

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.formats import FORMATS
-from mantissa.watch.updates import SAMPLE, Counts, UpdateMeter
+from mantissa.step.updates import SAMPLE, Counts, UpdateMeter
 from tests.helpers import NoData, SmallConvNet, compose, same_bits
 from trainer.config.schema import Config
 from trainer.errors import UserError
