@@ -160,7 +160,7 @@ def measure(exported: Exported, run: RunConfig, split: str, at_least: int = 1) -
         units.append(recipe.count_units(batch))
         return targets[-1]
 
-    def watch(done: int, total: int) -> None:
+    def progress(done: int, total: int) -> None:
         nonlocal first
         advance(done, total)
         if done == 1 < total:  # it also warms up
@@ -170,7 +170,9 @@ def measure(exported: Exported, run: RunConfig, split: str, at_least: int = 1) -
 
     batches = Evaluation(part, run.eval_samples, size, config.loader, run.hardware, World())
     with torch.inference_mode(), work(f"evaluating in {config.precision.mode}", unit="batches") as advance:
-        totals, count_of_targets = batches.sums(forward, count, watch)
+        summed = batches.sums(forward, count, progress)
+    assert summed is not None, "nothing stops it"
+    totals, count_of_targets = summed
     seconds = time.perf_counter() - first
     values = reported(recipe, totals, count_of_targets) | metrics.values(World())
     if isinstance(recipe, LanguageRecipe) and (rate := tokens_per_byte(datasets, split)):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from mantissa.step.ledger import MemoryLedger
 from mantissa.tensors import random_state, set_random_state
 from trainer.config.step import Config, Plan
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
-from trainer.data.evaluation import Evaluation, Watch
+from trainer.data.evaluation import Evaluation, Progress
 from trainer.data.loader import DataOrder, to_device
 from trainer.errors import UserError
 from trainer.hardware import Hardware, detect, seed_everything, select
@@ -202,12 +202,11 @@ class Trainer(Generic[Config]):
         both, total, mean = found or (0.0, 0.0, 0.0)
         means = [each for each in (total / 2, mean) if abs(each) < 0.9 * abs(total)]  # else it may be the sum as well
         if any(math.isclose(both, each, rel_tol=0.01) for each in means):  # of 16-bit numbers, too
-            error = UserError(
+            raise UserError(
                 f"recipe={self.recipe.name}: the loss of two samples is {both:.5g}, the mean of theirs, but loss_sum "
-                'must be their sum: training divides it by count_targets; compute it with reduction="sum"'
+                'must be their sum: training divides it by count_targets; compute it with reduction="sum"',
+                shared=True,
             )
-            error.shared = True
-            raise error
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the training, see ``optim.state.training_state``."""
@@ -224,7 +223,7 @@ class Trainer(Generic[Config]):
         """
         rng = saved.rng(self.world.rank)
         saved.restore(self.model, self.optimizer, self.masters, self.average)
-        self.loss_scale.load_state_dict(saved.progress["loss_scale"])
+        self.loss_scale.load_state_dict(saved.loss_scale)
         self.step = saved.step
         if rng is not None:  # a rank that was not there before has a seed of its own
             set_random_state(rng, self.device)
@@ -280,15 +279,28 @@ class Trainer(Generic[Config]):
         """The torchmetrics objects that evaluation updates."""
         return Metrics(self.recipe, self.datasets, self.config.metrics, self.device)
 
-    def evaluate(self, watch: Watch = lambda done, total: None) -> dict[str, float]:
-        """Return the recipe's metrics over the validation samples of all ranks, in the precision of training."""
-        self._validation = self._validation or self._evaluation(self.datasets.valid, self.plan.eval_samples)
-        return self._metrics(self._validation, watch)
+    @overload
+    def evaluate(self) -> dict[str, float]: ...
 
-    def test(self, watch: Watch = lambda done, total: None) -> dict[str, float]:
-        """Return the recipe's metrics over all test samples, likewise."""
+    @overload
+    def evaluate(self, progress: Progress, should_stop: Callable[[], bool]) -> dict[str, float] | None: ...
+
+    def evaluate(
+        self, progress: Progress = lambda done, total: None, should_stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
+        """Return the recipe's metrics over the validation samples of all ranks, in the precision of training.
+
+        Every rank has to call it. It returns None where ``should_stop`` ended it between two batches, on all ranks.
+        """
+        self._validation = self._validation or self._evaluation(self.datasets.valid, self.plan.eval_samples)
+        return self._metrics(self._validation, progress, should_stop)
+
+    def test(
+        self, progress: Progress = lambda done, total: None, should_stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
+        """Return the recipe's metrics over all test samples, as ``evaluate`` does."""
         assert self.datasets.test is not None
-        return self._metrics(self._evaluation(self.datasets.test, None), watch)
+        return self._metrics(self._evaluation(self.datasets.test, None), progress, should_stop)
 
     @torch.no_grad()
     def metric_names(self) -> list[str]:
@@ -322,7 +334,9 @@ class Trainer(Generic[Config]):
         return Evaluation(dataset, limit, size, self.config.loader, self.hardware, self.world)
 
     @torch.no_grad()
-    def _metrics(self, evaluation: Evaluation, watch: Watch) -> dict[str, float]:
+    def _metrics(
+        self, evaluation: Evaluation, progress: Progress, should_stop: Callable[[], bool]
+    ) -> dict[str, float] | None:
         size, compile = self.plan.batching.micro_batch_size, self.config.compile
 
         def forward(batch: Batch, counts: bool) -> dict[str, Tensor]:
@@ -339,11 +353,11 @@ class Trainer(Generic[Config]):
         generators = random_state(self.device)  # a loss may draw in evaluation, too, which may be interrupted
         try:
             with self.average.in_place():
-                sums, targets = evaluation.sums(forward, self.recipe.count_targets, watch)
+                found = evaluation.sums(forward, self.recipe.count_targets, progress, should_stop)
         finally:
             self.model.train()
             set_random_state(generators, self.device)
-        return reported(self.recipe, sums, targets) | self.metrics.values(self.world)
+        return None if found is None else reported(self.recipe, *found) | self.metrics.values(self.world)
 
     def _set_lr(self) -> float:
         """Set the learning rate of every group, and return the highest."""

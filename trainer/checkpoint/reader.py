@@ -45,7 +45,9 @@ class CheckpointReader:
         self._weights = _TensorFiles(path, self._files["model"])
         self._moments = _TensorFiles(path, self._files["optimizer"])
         self.step: int = self._state["step"]
-        self.progress: dict[str, Any] = self._state["progress"] | manifest.get("scores", {})
+        self.loss_scale: dict[str, float] = self._state["loss_scale"]
+        self.progress: dict[str, Any] = self._state["progress"]
+        self.scores: dict[str, Any] = manifest.get("scores", {})
         self.totals: dict[str, Any] = manifest.get("totals", {})
 
     def restore(

@@ -121,8 +121,8 @@ class Snapshot:
             own = (world.rank, world.size) if cut else (0, 1)
             files[rank_file("model", *own)] = _local(weights, world)
             files[rank_file("optimizer", *own)] = _local(tensors, world)
-        progress = progress | {"loss_scale": training["loss_scale"]}
-        state = {"step": step, "ties": ties, "optimizer": rest, "progress": progress}
+        scale = training["loss_scale"]
+        state = {"step": step, "ties": ties, "optimizer": rest, "loss_scale": scale, "progress": progress}
         return cls(step, files, json.dumps(state), run or {})
 
 

@@ -14,8 +14,8 @@ from trainer.data.loader import Loader, to_device
 from trainer.hardware import Hardware, kind_of
 from trainer.parallel.world import World
 
-Watch = Callable[[int, int], None]
-"""Called after each batch, on all ranks, with how many are done and how many there are; it may raise to stop."""
+Progress = Callable[[int, int], None]
+"""Takes how many batches are done and how many there are, after each of them, on all ranks."""
 
 
 class Evaluation:
@@ -47,14 +47,19 @@ class Evaluation:
         self._device, self._world = hardware.device, world
 
     def sums(
-        self, forward: Callable[[Batch, bool], dict[str, Tensor]], count_targets: Callable[[Batch], int], watch: Watch
-    ) -> tuple[dict[str, float], int]:
-        """Return the sums over the samples of all ranks, and their number of targets.
+        self,
+        forward: Callable[[Batch, bool], dict[str, Tensor]],
+        count_targets: Callable[[Batch], int],
+        progress: Progress,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> tuple[dict[str, float], int] | None:
+        """Return the sums over the samples of all ranks, and their number of targets; None: it was told to stop.
 
         Args:
             forward: takes a batch on the device, and whether it counts, and returns scalars by name.
             count_targets: takes a batch on the host.
-            watch: see ``Watch``.
+            progress: see ``Progress``.
+            should_stop: asked between two batches, on all ranks, which must agree.
         """
         wide = kind_of(self._device).wide  # sums of thousands of batches
         targets = 0
@@ -68,7 +73,9 @@ class Evaluation:
                 total = sums.setdefault(name, torch.zeros((), dtype=wide, device=self._device))
                 if counts:
                     total += value
-            watch(number + 1, self._count)
+            progress(number + 1, self._count)
+            if number + 1 < self._count and should_stop():
+                return None
         totals = self._world.all_reduce_sum(torch.stack([sums[name] for name in sorted(sums)])).tolist()
         by_name = dict(zip(sorted(sums), totals, strict=True))
         (targets,) = self._world.all_reduce_sums(targets)

@@ -25,7 +25,7 @@ _WORST = 5
 """Parameters whose lost updates are logged one by one."""
 
 
-class Session:
+class DiagnosticsSession:
     """The diagnostics of one run. This base class, for ``diagnostics=none``, measures nothing."""
 
     def begin(self, step: int) -> None:
@@ -49,7 +49,9 @@ class Diagnostics:
             UserError: it cannot.
         """
 
-    def start(self, model: nn.Module, update: Update, half: torch.dtype | None, steps: int, world: World) -> Session:
+    def start(
+        self, model: nn.Module, update: Update, half: torch.dtype | None, steps: int, world: World
+    ) -> DiagnosticsSession:
         """Begin a session.
 
         Args:
@@ -59,7 +61,7 @@ class Diagnostics:
             steps: of the whole run.
             world: the processes that train together.
         """
-        return Session()
+        return DiagnosticsSession()
 
 
 @dataclass
@@ -80,14 +82,16 @@ class Numerics(Diagnostics):
                 "depends on other elements; use diagnostics=none, or an optimizer such as AdamW"
             )
 
-    def start(self, model: nn.Module, update: Update, half: torch.dtype | None, steps: int, world: World) -> Session:
+    def start(
+        self, model: nn.Module, update: Update, half: torch.dtype | None, steps: int, world: World
+    ) -> DiagnosticsSession:
         if self.every > steps:
             log.warning("diagnostics.every=%d is more than steps=%d, so nothing is measured.", self.every, steps)
         meter = UpdateMeter(model, update.optimizer, half, update.masters, update.clip)
         return _NumericsSession(self.every, update, meter, world)
 
 
-class _NumericsSession(Session):
+class _NumericsSession(DiagnosticsSession):
     def __init__(self, every: int, update: Update, meter: UpdateMeter, world: World) -> None:
         self._every = every
         self._update = update

@@ -138,16 +138,14 @@ def record_failure(
         error: of the step.
         trainer: after it.
         folder: of the run.
-        progress: see ``CheckpointWriter.save``.
+        progress: see ``CheckpointWriter.save``, as it was before the step.
     """
     world, saved = trainer.world, None
     facts: dict[str, Any] = {"checkpoint": None, "generators": None}
     if not error.failure["later_updates"] and not world.run_on_main(lambda: checkpoint.steps(folder.checkpoints)):
         training = trainer.state_dict() | {"step": error.failure["step"] - 1}
         training["loss_scale"]["scale"] = error.failure["loss_scale"]
-        monitor = progress["monitor"] | {"losses": [], "last": {}}
-        monitor |= {key: monitor[key] - 1 for key in ("skipped_steps", "skipped_in_a_row")}  # without the failed step
-        snapshot = Snapshot.of(training, progress | {"monitor": monitor}, world)
+        snapshot = Snapshot.of(training, progress, world)
         try:
             saved = checkpoint.write(folder.path / FAILURE, snapshot, None, world)
             facts |= {"checkpoint": f"{FAILURE}/{saved.name}", "generators": f"of step {trainer.step}"}

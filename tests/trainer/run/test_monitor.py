@@ -28,9 +28,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 Lines = list[tuple[int, dict[str, float]]]
 
 
-def watch(**options: Any) -> Monitor:
-    common = {"log_every": 4, "last_step": 100, "unit": "tokens", "scaler": DynamicScaler(), "recovers": True}
-    return Monitor(device=CPU, **common | options)
+def watch(
+    log_every: int = 4, last_step: int = 100, scaler: Any = None, recovers: bool = True, world: Any = None
+) -> Monitor:
+    """The monitor of a trainer that takes no steps."""
+    options = {"log_every": log_every, "recipe": SimpleNamespace(unit="tokens"), "scaler": scaler or DynamicScaler()}
+    trainer: Any = SimpleNamespace(config=SimpleNamespace(**options), plan=SimpleNamespace(steps=last_step))
+    trainer.loss_scale, trainer.device, trainer.world = SimpleNamespace(recovers=recovers), CPU, world or World()
+    return Monitor(trainer)
 
 
 def lines_of(monitor: Monitor, records: list[StepRecord]) -> Lines:
