@@ -1,4 +1,8 @@
-"""What the terminal shows: lines, blocks of facts, and in place the progress of training and of other work."""
+"""What the terminal shows: lines, blocks of facts, and in place the progress of training and of other work.
+
+State of the process: the terminals in use, ``_in_use``, which ``Terminal.in_use`` sets; and the logger of the project,
+which shows on the newest terminal that was made with ``logged``.
+"""
 
 from __future__ import annotations
 

@@ -40,10 +40,11 @@ class Evaluation:
         world: World,
     ) -> None:
         samples = evaluation_samples(len(dataset), limit, micro_batch_size)
-        own = samples[world.rank :: world.size]
-        others = samples[:1] * (math.ceil(len(samples) / world.size) - len(own))
-        self._own, self._count = len(own), len(own + others)
-        self._batches = loader.batches(dataset, own + others, hardware)
+        mine = samples[world.rank :: world.size]
+        # As many forward passes on every rank: under FSDP the others gather their weights from this one.
+        fillers = samples[:1] * (math.ceil(len(samples) / world.size) - len(mine))
+        self._counting, self._count = len(mine), len(mine + fillers)
+        self._batches = loader.batches(dataset, mine + fillers, hardware)
         self._device, self._world = hardware.device, world
 
     def sums(
@@ -65,7 +66,7 @@ class Evaluation:
         targets = 0
         sums: dict[str, Tensor] = {}
         for number, batch in enumerate(self._batches):
-            counts = number < self._own  # else a forward pass for other ranks, which gather their weights from this one
+            counts = number < self._counting
             values = forward(to_device(batch, self._device), counts)
             if counts:
                 targets += count_targets(batch)
@@ -76,6 +77,7 @@ class Evaluation:
             progress(number + 1, self._count)
             if number + 1 < self._count and should_stop():
                 return None
+        # One copy to the host, at the end.
         totals = self._world.all_reduce_sum(torch.stack([sums[name] for name in sorted(sums)])).tolist()
         by_name = dict(zip(sorted(sums), totals, strict=True))
         (targets,) = self._world.all_reduce_sums(targets)

@@ -131,12 +131,12 @@ class _NumericsSession(DiagnosticsSession):
     def _warn(self, step: int, measured: dict[str, Counts]) -> None:
         """Say which parameters do not get their updates, once for each parameter."""
         new = measured.keys() - self._reported
-        found = {name: counts for name, counts in measured.items() if name in new and counts.loses_updates}
-        if not found:
+        losing = {name: counts for name, counts in measured.items() if name in new and counts.loses_updates}
+        if not losing:
             return
-        self._reported |= found.keys()
-        names = list(found)
-        share = ratio(sum(counts.lost for counts in found.values()), sum(counts.moving for counts in found.values()))
+        self._reported |= losing.keys()
+        names = list(losing)
+        share = ratio(sum(counts.lost for counts in losing.values()), sum(counts.moving for counts in losing.values()))
         dtype = self._meter.dtypes[self._meter.names.index(names[0])]
         log.warning(
             "step %d: %.0f %% of the updates of %s are lost by rounding, because they are too small for %s "

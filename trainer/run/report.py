@@ -59,7 +59,9 @@ def show_start(
     for sentence in filter(None, [slow, *warnings(trainer, folder)]):
         terminal.warn(sentence)
     rows = start_rows(trainer, manifest, folder, decisions)
-    chosen = {each.key: (str(_shown(each.value)), each.why) for each in decisions if each.key != "init_from"}
+    # What was said of the weights of ``init_from`` has a row of its own.
+    options = [decision for decision in decisions if decision.key != "init_from"]
+    chosen = {decision.key: (str(_shown(decision.value)), decision.why) for decision in options}
     if chosen and not config.why:
         said = {"micro_batch_size"} if batching.accumulation == batching.ranks == 1 else {}  # by batch_size
         short = [f"{key.rpartition('.')[2]}={value}" for key, (value, _) in chosen.items() if key not in said]
@@ -93,9 +95,9 @@ def start_rows(
     source = run_facts(folder, "init_from")
     step = f", step {source['step']}" if source.get("step") is not None else ""  # else another program's file
     weights = [f"of {source['run']}{step}"] if source else []
-    for each in decisions:
-        if each.key == "init_from":
-            weights.append(each.why if each.value == source.get("run") else f"{each.value}: {each.why}")
+    for key, value, why in decisions:
+        if key == "init_from":
+            weights.append(why if value == source.get("run") else f"{value}: {why}")
     epochs = quantity(plan.steps * plan.batching.batch_size / len(trainer.datasets.train))
     length = f"{counted(plan.steps, 'step')} · {epochs} epoch{'' if epochs == '1' else 's'}"
     rows: dict[str, str | Text | None] = {
@@ -170,25 +172,25 @@ def _optimizer(trainer: Trainer) -> str:
 
 def warnings(trainer: Trainer, folder: Path) -> list[str]:
     """Return what will not be as the user expects: options without their effect, other kernels than before a resume."""
-    found, plan = [], trainer.plan
+    sentences, plan = [], trainer.plan
     before = read_object(folder / PRECISION_FILE).get("effective")
     if isinstance(before, dict) and before.get("kernels") != trainer.kernels:
-        found.append(
+        sentences.append(
             "some 16-bit operators have other kernels than before the resume, because the processor, precision.kernels "
             "or the version differs: results differ by rounding"
         )
     samples, patience = len(trainer.datasets.train), trainer.config.early_stopping.patience
     if plan.batching.batch_size > samples:
-        found.append(
+        sentences.append(
             f"batch_size={plan.batching.batch_size} is more than the {samples} training samples, so a step repeats "
             "some; set a smaller batch_size"
         )
     if patience is not None and plan.evaluations < patience + 2:
-        found.append(
+        sentences.append(
             f"early_stopping.patience={patience} cannot end this run, which has "
             f"{counted(plan.evaluations, 'evaluation')}; set a smaller eval_every"
         )
-    return found
+    return sentences
 
 
 def _evaluation(trainer: Trainer) -> str:

@@ -89,8 +89,11 @@ def rate_in_short(summary: dict[str, Any]) -> str:
 
 def summary_lines(summary: dict[str, Any]) -> list[str]:
     """Return what a run has achieved, and what it took."""
-    found = {"test": _named(summary["test"]), "stopped early:": summary["stopped_early"]}
-    lines = [scores_in_short(summary), *(f"{name} {text}" for name, text in found.items() if text)]
+    lines = [scores_in_short(summary)]
+    if summary["test"]:
+        lines.append(f"test {_named(summary['test'])}")
+    if summary["stopped_early"]:
+        lines.append(f"stopped early: {summary['stopped_early']}")
     if unreadable := summary["unreadable_samples"]:
         lines.append(f"{counted(unreadable, 'unreadable sample')}, replaced by the next ones")
     tensors, process, skipped = map(summary.get, ("peak_memory_bytes", "process_memory_bytes", "skipped_steps"))
