@@ -106,7 +106,9 @@ def alternate(
     workload = Workload(trainer)
     blocks = {"bare": stopwatch(BareLoop(workload).run, hardware.device, clock)} | others(workload)
     run_folder = RunFolder.create(config.output_dir, trainer.config.name)
-    run = MeasuredRun(trainer, run_folder, Terminal(Console(file=io.StringIO())), Signals())
+    terminal = Terminal(Console(file=io.StringIO()))
+    terminal.show_logs()
+    run = MeasuredRun(trainer, run_folder, terminal, Signals())
     run.begin([])
     with threads(job.threads):
         seconds = run.measure(job.steps, blocks, clock)

@@ -83,6 +83,7 @@ def _train(config: Config, run_class: type[Run], started: Callable[[Run | None],
         kernels.clear()  # those of an earlier run in this process
         world = config.parallel.world(config.device)
         terminal = Terminal(shown=world.is_main, quiet=config.quiet, brief=brief)
+        terminal.show_logs()
         signals.tell = terminal.note
         stack.enter_context(terminal.in_use())
         if alone := tasks_alone():

@@ -23,7 +23,7 @@ SCORES = {"valid/loss": 2.25, "valid/perplexity": 9.4877}
 def begun(width: int | None = None, mfu: bool = True, **monitor: Any) -> tuple[Table, io.StringIO]:
     """A table of 300 steps, evaluated after every 25th; in a file, or on a terminal of this width."""
     out = io.StringIO()
-    terminal = Terminal(Console(file=out, force_terminal=width is not None, width=width), logged=False)
+    terminal = Terminal(Console(file=out, force_terminal=width is not None, width=width))
     plan: Any = SimpleNamespace(steps=300, evaluates=lambda step: step % 25 == 0)
     utilisation = Utilisation(flops_per_unit=1e6, measured_tflops=0.1 if mfu else None)
     known: Any = SimpleNamespace(**{"unit": "tokens", "recovers": False, "utilisation": utilisation} | monitor)
