@@ -20,7 +20,7 @@ STEP_NAME = re.compile("step-[0-9]{8}")
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 KINDS = ("model", "optimizer", "rng")
-"""For each there is one file, or one file per rank."""
+"""Kinds of files with tensors: one file of each, or one per rank."""
 
 
 class InvalidCheckpoint(Exception):
@@ -47,7 +47,7 @@ class State(TypedDict):
 
     step: int
     ties: dict[str, str]
-    """For each weight that shares its memory with another one, the name under which it is stored."""
+    """Names under which weights are stored that share their memory with another one, by their own."""
     optimizer: dict[str, Any]
     """What the optimizer keeps beside tensors, see ``optim.state.optimizer_state``."""
     loss_scale: dict[str, float]
