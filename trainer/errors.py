@@ -71,8 +71,8 @@ class Interrupted(KeyboardInterrupt):
     _render_traceback_ = RunError._render_traceback_
 
     folder: Path | None = None
-    """Folder of the run that a program's ``trainer.train`` was training, which ``train(resume=folder)`` continues. None:
-    the run had not begun."""
+    """Folder of the run that a program's ``trainer.train`` was training, for ``train(resume=folder)``. None: it had not
+    begun."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
