@@ -282,8 +282,7 @@ class Run:
     def _evaluate_first(self) -> None:
         """Show and log what the first weights achieve; no checkpoint holds them, so they are never the best."""
         with self.monitor.paused(), self.terminal.work("evaluating the first weights", unit="batches") as advance:
-            metrics = self.trainer.evaluate(advance, lambda: False) or {}
-        scores = {f"{PREFIX}{name}": value for name, value in metrics.items()}
+            scores = {f"{PREFIX}{name}": value for name, value in self.trainer.evaluate(advance).items()}
         self._log(0, scores)
         self.table.row(0, scores)
 
