@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,8 @@ from trainer.trainer import StepRecord, Trainer
 
 _MEMORY_READ_S = 0.25
 """Seconds between two readings of the peak memory: one takes as long as a step of a tiny model."""
+_OF_FAILURE = ("loss", "grad_norm", "loss_scale")
+"""Metrics of the step that ends a run, for who looks for the cause."""
 
 
 class NonFiniteGradients(NonFiniteError):
@@ -79,8 +81,9 @@ class Monitor:
         """Loss of the last one."""
         self.trained_s = 0.0
         """Seconds since ``start``, without what was paused, until ``collect`` was called last."""
-        self._pending: list[tuple[StepRecord, dict[str, Tensor | float]]] = []
-        """The steps whose tensors the host has not read."""
+        self._metrics = [*STEP_METRICS.values()]
+        self._pending: list[tuple[StepRecord, list[Tensor | float]]] = []
+        """Steps whose tensors the host has not read, with their values of each metric."""
         self._interval: dict[str, list[float]] = {name: [] for name in STEP_METRICS}
         """The values since the last line of the log, a checkpoint's among them."""
         self._totals = {name: 0.0 for name, metric in STEP_METRICS.items() if metric.of_run}
@@ -107,8 +110,7 @@ class Monitor:
         Raises:
             NonFiniteGradients: see ``collect``.
         """
-        values = {name: metric.value(record, self.trainer) for name, metric in STEP_METRICS.items()}
-        self._pending.append((record, values))
+        self._pending.append((record, [metric.value(record, self.trainer) for metric in self._metrics]))
         # The first step alone makes a window, so that what it warms up is not in the throughput of the others.
         if record.step != 1 and record.step % self.log_every and record.step != self.trainer.plan.steps:
             return None
@@ -125,32 +127,34 @@ class Monitor:
         self.trained_s += self._counted - before
         if not self._pending:
             return
-        pending, self._pending = self._pending, []
+        records, values = zip(*self._pending, strict=True)
+        self._pending = []
+        columns: dict[str, list[Any]] = dict(zip(STEP_METRICS, map(list, zip(*values, strict=True)), strict=True))
 
         # One copy of all tensors: a row for each metric, a column for each step.
-        names = [name for name, value in pending[0][1].items() if isinstance(value, Tensor)]
-        rows: list[list[Tensor]] = [[values[name] for _, values in pending] for name in names]  # type: ignore[misc]
-        numbers = torch.stack([torch.stack(row).float() for row in rows]).cpu()
+        names = [name for name, column in columns.items() if isinstance(column[0], Tensor)]
+        numbers = torch.stack([torch.stack(columns[name]).float() for name in names]).cpu()
 
         # What each rank knows its own share of is added up; the shares tell which rank was not finite.
         shares = numbers[names.index("loss")].clone()
         for place, name in enumerate(names):
             if STEP_METRICS[name].of_ranks:
                 numbers[place] = self.trainer.world.all_reduce_sum(numbers[place])
+        columns |= zip(names, numbers.tolist(), strict=True)
 
-        columns = numbers.T.tolist()
-        steps: list[Any] = [
-            known | dict(zip(names, column, strict=True)) for (_, known), column in zip(pending, columns, strict=True)
-        ]
-        for number, (record, _) in enumerate(pending):
-            values: dict[str, float] = steps[number]
-            self._count(record, values)
-            if problem := self._problem(values):
-                failure: dict[str, Any] = {"step": record.step}
-                failure |= {name: values[name] for name in ("loss", "grad_norm", "loss_scale")}
-                failure["rank"] = self._not_finite(shares[number])
-                failure["later_updates"] = sum(not later["skipped_steps"] for later in steps[number:])
-                raise NonFiniteGradients(f"step {record.step}: {problem}", failure, self._line())
+        # The step with which training cannot go on is the last one that counts.
+        problem, taken = None, 0
+        for taken, skipped in enumerate(columns["skipped_steps"], 1):
+            self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+            if skipped and (problem := self._problem({name: column[taken - 1] for name, column in columns.items()})):
+                break
+        self._count(records[:taken], {name: column[:taken] for name, column in columns.items()})
+        if problem is not None:
+            record = records[taken - 1]
+            failure = {"step": record.step} | {name: columns[name][taken - 1] for name in _OF_FAILURE}
+            failure["rank"] = self._not_finite(shares[taken - 1])
+            failure["later_updates"] = sum(not skipped for skipped in columns["skipped_steps"][taken:])
+            raise NonFiniteGradients(f"step {record.step}: {problem}", failure, self._line())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -201,17 +205,19 @@ class Monitor:
         self._totals = {name: state["totals"].get(name, 0.0) for name in self._totals}
         self._skipped_in_a_row = state["skipped_in_a_row"]
 
-    def _count(self, record: StepRecord, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self._interval[name].append(value)
+    def _count(self, records: Sequence[StepRecord], columns: dict[str, list[float]]) -> None:
+        """Add steps to the interval of the log and to the sums of the run."""
+        for name, column in columns.items():
+            self._interval[name] += column
             if name in self._totals:
-                self._totals[name] += value
+                self._totals[name] += sum(column)
         if math.isnan(self.first_loss):
-            self.first_loss = values["loss"]
-        self.last_loss = values["loss"]
-        self.units += record.units
-        self._window.units += record.units
-        self._window.steps += 1
+            self.first_loss = columns["loss"][0]
+        self.last_loss = columns["loss"][-1]
+        units = sum(record.units for record in records)
+        self.units += units
+        self._window.units += units
+        self._window.steps += len(records)
 
     def _line(self) -> dict[str, float]:
         """Return the metrics of the window that ends now, and begin the next one."""
@@ -240,11 +246,7 @@ class Monitor:
         return metrics
 
     def _problem(self, values: dict[str, float]) -> str | None:
-        """Count skipped steps in a row; return why training cannot continue after one."""
-        if not values["skipped_steps"]:
-            self._skipped_in_a_row = 0
-            return None
-        self._skipped_in_a_row += 1
+        """Return why training cannot continue after a skipped step; None: it can."""
         loss = values["loss"]
         if not self.recovers:
             return (
