@@ -21,13 +21,14 @@ from evidence.stopwatch import Block, Clock, stopwatch
 from mantissa.display import size
 from mantissa.step.ledger import MemoryLedger
 from trainer.config.schema import Config
+from trainer.data.contract import Batch
 from trainer.errors import RunError
 from trainer.hardware import Hardware, synchronise, threads
 from trainer.run.run import Run
 from trainer.run.signals import Signals
 from trainer.run_folder import RunFolder
 from trainer.terminal import Terminal
-from trainer.trainer import Trainer
+from trainer.trainer import StepRecord, Trainer
 
 MLFLOW_PATIENCE_S = 60.0
 PEAK_STEP = 3
@@ -51,11 +52,13 @@ class MeasuredRun(Run):
         self.train()
         return self.seconds
 
-    def after_step(self) -> None:
-        """Do what is due after a step; at the end of a block, let the other loops run."""
-        super().after_step()
-        if self.trainer.step % self.block_steps:
-            return
+    def step(self, microbatches: list[Batch]) -> StepRecord:
+        """Take one optimizer step; where a block has ended before it, first let the other loops run."""
+        if self.trainer.step and self.trainer.step % self.block_steps == 0:
+            self._end_block()
+        return super().step(microbatches)
+
+    def _end_block(self) -> None:
         synchronise(self.trainer.device)
         with self.monitor.paused():
             self.seconds["trainer"].append(self.clock() - self._began)
@@ -103,7 +106,10 @@ def alternate(
     workload = Workload(trainer)
     blocks = {"bare": stopwatch(BareLoop(workload).run, hardware.device, clock)} | others(workload)
     run_folder = RunFolder.create(config.output_dir, trainer.config.name)
-    run = MeasuredRun(trainer, run_folder, None, Terminal(Console(file=io.StringIO())), Signals(), [])
+    terminal = Terminal(Console(file=io.StringIO()))
+    terminal.show_logs()
+    run = MeasuredRun(trainer, run_folder, terminal, Signals())
+    run.begin([])
     with threads(job.threads):
         seconds = run.measure(job.steps, blocks, clock)
     return by_repeat(seconds, bench.repeats, job.rounds)

@@ -37,7 +37,7 @@ def compare(*overrides: str, arms: Sequence[str] | Mapping[str, str | Sequence[s
     else:
         typed = [f"arms={','.join(arms)}"]
     try:
-        with Terminal(logged=False).in_use():
+        with Terminal().in_use():
             return compared([*overrides, *typed, *as_overrides(options)]).to_dict()
     except KeyboardInterrupt:
         raise Interrupted("the runs that have ended are kept, and the same call continues", signal.SIGINT) from None

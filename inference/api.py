@@ -42,7 +42,7 @@ def evaluate(run: Weights, *overrides: str, precision: str | Sequence[str] = (),
     """
     modes = [precision] if isinstance(precision, str) else list(precision)
     typed = [*overrides, f"precision={','.join(modes)}"] if modes else overrides
-    with Terminal(logged=False).in_use():
+    with Terminal().in_use():
         return evaluation(*_opened(EvaluateOptions, run, typed, options))
 
 
@@ -59,7 +59,7 @@ def generate(run: Weights, prompt: str, *overrides: str, **options: Any) -> list
     Raises:
         UserError: the model, the prompt or the options cannot work.
     """
-    with Terminal(logged=False).in_use():
+    with Terminal().in_use():
         return generation(*_opened(GenerateOptions, run, overrides, options | {"prompt": prompt}))
 
 

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from inference.data import open_data, part_of, tokens_per_byte
 from inference.load import Exported
 from inference.options import EvaluateOptions
-from inference.precisions import BATCHES, compared, verdict
+from inference.precisions import BATCHES, Measured, compared, verdict
 from inference.precisions import table as precision_table
 from inference.run_config import RunConfig, configure
 from mantissa.display import counted, loss
@@ -39,30 +39,6 @@ CLASSES_SHOWN = 30
 """Classes in the terminal's table; of more, those with the lowest F1."""
 NAMES_DRAWN = 60
 """Classes up to which the picture names them; it has numbers up to half as many."""
-
-
-@dataclass
-class Measured:
-    """The results of a pass over the samples in one precision."""
-
-    metrics: dict[str, float]
-    """The recipe's own; of a causal language model of text also ``bits_per_byte``."""
-    targets: np.ndarray
-    """Number of valid targets of each batch, int64."""
-    sums: dict[str, np.ndarray]
-    """Summed loss and the recipe's summed metrics of each batch, float64."""
-    about: dict[str, Any]
-    """What evaluation.json has of the samples: description of the data, split, numbers of samples (also of those that
-    are left out) and targets, and samples of a batch; the last may have fewer."""
-    units_per_s: float
-    """Units of the recipe (images, tokens) per second from the second batch on, loading included; of a single batch,
-    of that one."""
-    not_timed: str | None
-    """Why ``units_per_s`` is not the speed of the format; None: it is."""
-    classes: list[str]
-    """Names of the classes; empty where the data has none."""
-    given: list[tuple[Tensor, Tensor]]
-    """Class of each sample, and the one that the model gives it, of each batch."""
 
 
 @on_error_stream()
@@ -160,7 +136,7 @@ def measure(exported: Exported, run: RunConfig, split: str, at_least: int = 1) -
         units.append(recipe.count_units(batch))
         return targets[-1]
 
-    def watch(done: int, total: int) -> None:
+    def progress(done: int, total: int) -> None:
         nonlocal first
         advance(done, total)
         if done == 1 < total:  # it also warms up
@@ -170,7 +146,9 @@ def measure(exported: Exported, run: RunConfig, split: str, at_least: int = 1) -
 
     batches = Evaluation(part, run.eval_samples, size, config.loader, run.hardware, World())
     with torch.inference_mode(), work(f"evaluating in {config.precision.mode}", unit="batches") as advance:
-        totals, count_of_targets = batches.sums(forward, count, watch)
+        summed = batches.sums(forward, count, progress)
+    assert summed is not None, "nothing stops it"
+    totals, count_of_targets = summed
     seconds = time.perf_counter() - first
     values = reported(recipe, totals, count_of_targets) | metrics.values(World())
     if isinstance(recipe, LanguageRecipe) and (rate := tokens_per_byte(datasets, split)):

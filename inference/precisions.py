@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from mantissa.display import columns, loss
 from mantissa.verdict.statistics import ALPHA, Interval, mean_interval
 from trainer.precision.kernels import in_short
 
-if TYPE_CHECKING:
-    from inference.evaluate import Measured
-
 BATCHES = 20
 """Pairs that an interval is made of, at least."""
 Costs = dict[str, Interval | None]
 """Differences per target to the first precision, by sum (``loss``, ``top1``); None: not finite."""
+
+
+@dataclass
+class Measured:
+    """The results of a pass over the samples in one precision."""
+
+    metrics: dict[str, float]
+    """The recipe's own; of a causal language model of text also ``bits_per_byte``."""
+    targets: np.ndarray
+    """Number of valid targets of each batch, int64."""
+    sums: dict[str, np.ndarray]
+    """Summed loss and the recipe's summed metrics of each batch, float64."""
+    about: dict[str, Any]
+    """What evaluation.json has of the samples: description of the data, split, numbers of samples (also of those that
+    are left out) and targets, and samples of a batch; the last may have fewer."""
+    units_per_s: float
+    """Units of the recipe (images, tokens) per second from the second batch on, loading included; of a single batch,
+    of that one."""
+    not_timed: str | None
+    """Why ``units_per_s`` is not the speed of the format; None: it is."""
+    classes: list[str]
+    """Names of the classes; empty where the data has none."""
+    given: list[tuple[Tensor, Tensor]]
+    """Class of each sample, and the one that the model gives it, of each batch."""
 
 
 def compared(results: dict[str, Measured]) -> dict[str, Costs]:

@@ -20,6 +20,11 @@ class RunError(Exception):
     status = "FAILED"
     """MLflow's, of a run that it ends in training."""
 
+    def __init__(self, message: str, *, shared: bool | None = None) -> None:
+        super().__init__(message)
+        if shared is not None:
+            self.shared = shared
+
     def _render_traceback_(self) -> list[str]:
         """Return what a notebook shows, which asks for it."""
         return [f"{type(self).__name__}: {self}"]
@@ -44,12 +49,13 @@ class OutOfMemory(RunError):
     Args:
         message: for the user.
         smaller: the microbatch with which a run that has trained nothing can start again; 0: there is none.
+        shared: see ``RunError.shared``.
     """
 
     exit_code = 4
 
-    def __init__(self, message: str, smaller: int = 0) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, smaller: int = 0, *, shared: bool | None = None) -> None:
+        super().__init__(message, shared=shared)
         self.smaller = smaller
 
 
@@ -65,8 +71,8 @@ class Interrupted(KeyboardInterrupt):
     _render_traceback_ = RunError._render_traceback_
 
     folder: Path | None = None
-    """Of the run that a program's ``trainer.train`` was training, which ``train(resume=folder)`` continues. None: the
-    run had not begun."""
+    """Folder of the run that a program's ``trainer.train`` was training, for ``train(resume=folder)``. None: it had not
+    begun."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)

@@ -110,39 +110,43 @@ class RunFolder:
         if "precision.mode" not in recorded:
             example = _example(self.path, "outputs")
             raise UserError(f"{self.path} is not the folder of a run; give one, such as {example}")
-        own = self.path / TOKENIZER
+        # The tokenizer that was in another run's folder is in this one.
+        kept = self.path / TOKENIZER
         if recorded.get("init_from") is not None and Path(str(recorded.get("data.tokenizer"))).name == TOKENIZER:
-            recorded["data.tokenizer"] = str(own)
-        for key in _PATHS if self._started not in (Path(), Path.cwd()) else ():
+            recorded["data.tokenizer"] = str(kept)
+        # Relative paths lead from where the run was started.
+        started = self._started_in()
+        for key in _PATHS if started not in (Path(), Path.cwd()) else ():
             value = recorded.get(key)
             is_split = key == "data.test" and recorded.get("data") == "hub"
-            if value and value != str(own) and not is_split and self._original(value).exists():
-                recorded[key] = str(self._original(value))
+            if value and value != str(kept) and not is_split and _from(started, value).exists():
+                recorded[key] = str(_from(started, value))
+        # A pretrained model whose folder is gone: its config is beside the tokenizer.
         pretrained = recorded.get("recipe.pretrained", "init_from")
-        if pretrained and not Path(pretrained).expanduser().is_dir() and (own / "config.json").is_file():
-            recorded["recipe.pretrained"] = str(own)
+        if pretrained and not Path(pretrained).expanduser().is_dir() and (kept / "config.json").is_file():
+            recorded["recipe.pretrained"] = str(kept)
         return recorded
 
     def is_gone(self, key: str, recorded: Any) -> bool:
         """Return whether an option is the path of data that are no longer where they were when the run was started."""
-        return key == "data.path" and not self._original(recorded).exists()
+        return key == "data.path" and not _from(self._started_in(), recorded).exists()
 
-    def _original(self, path: Any) -> Path:
-        """Return where a path of the record led when the run was started."""
-        return self._started / Path(str(path)).expanduser()
-
-    @property
-    def _started(self) -> Path:
-        """The folder that the run was last started in; the present one where that is not known."""
+    def _started_in(self) -> Path:
+        """Read from run.json in which folder the run was last started; the present one where that is not known."""
         return Path(str(run_facts(self.path, "launch").get("folder", "")))
+
+
+def _from(started: Path, path: Any) -> Path:
+    """Return where a path of the record leads from the folder that the run was started in."""
+    return started / Path(str(path)).expanduser()
 
 
 def _example(folder: Path, output_dir: str) -> str:
     """Return a run in a folder, or in ``output_dir``: the newest; where there is none, what one is called."""
     for place in (folder, Path(output_dir).expanduser()):
-        found = [path.parent for path in place.glob(f"*/{CONFIG_FILE}") if "precision.mode" in read_object(path)]
-        if found:
-            return str(max(found, key=lambda path: path.stat().st_mtime))
+        runs = [path.parent for path in place.glob(f"*/{CONFIG_FILE}") if "precision.mode" in read_object(path)]
+        if runs:
+            return str(max(runs, key=lambda path: path.stat().st_mtime))
     return f"{output_dir}/gpt2-bf16-s0"
 
 
@@ -174,10 +178,10 @@ def named(output_dir: str, name: str) -> list[RunFolder]:
     """
     root = Path(output_dir).expanduser()
     numbered = re.compile(rf"{re.escape(name)}-\d+")
-    found = [path for path in root.iterdir() if numbered.fullmatch(path.name)] if root.is_dir() else []
-    found = [path for path in found if read_object(path / CONFIG_FILE).get("run_name", name) == name]
-    found = [path for path in (root / name, *found) if path.is_dir()]  # no dangling link
-    return [RunFolder(path) for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
+    others = [path for path in root.iterdir() if numbered.fullmatch(path.name)] if root.is_dir() else []
+    others = [path for path in others if read_object(path / CONFIG_FILE).get("run_name", name) == name]
+    folders = [path for path in (root / name, *others) if path.is_dir()]  # no dangling link
+    return [RunFolder(path) for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)]
 
 
 def to_continue(output_dir: str, name: str, resume: str | None) -> RunFolder | None:

@@ -1,4 +1,8 @@
-"""What the terminal shows: lines, blocks of facts, and in place the progress of training and of other work."""
+"""What the terminal shows: lines, blocks of facts, and in place the progress of training and of other work.
+
+State of the process: the terminals in use, ``_in_use``, which ``Terminal.in_use`` sets, and the one that shows what the
+project logs, the logger's handler, which ``Terminal.show_logs`` sets.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +47,13 @@ class Terminal:
         self,
         console: Console | None = None,
         shown: bool = True,
-        logged: bool = True,
         quiet: bool = False,
         brief: bool = False,
     ) -> None:
         """Write to ``console`` (None: standard output), or nothing at all where another process does.
 
-        With ``logged`` what other parts log is shown here, too. With ``quiet`` only warnings are shown, with ``brief``
-        also the one line that says how a run ended, and progress in place.
+        With ``quiet`` only warnings are shown, with ``brief`` also the one line that says how a run ended, and progress
+        in place.
         """
         self.brief = brief
         self._quiet = quiet
@@ -67,11 +70,13 @@ class Terminal:
         )
         self._training: TaskID | None = None
         self._drawn = -math.inf
-        if logged:
-            logger = logging.getLogger("mantissa")
-            logger.handlers[:] = [_Shown(self)]
-            logger.setLevel(logging.INFO)
-            logger.propagate = False
+
+    def show_logs(self) -> None:
+        """Show here, from now on, what other parts log, such as an MLflow that does not answer."""
+        logger = logging.getLogger("mantissa")
+        logger.handlers[:] = [_Shown(self)]
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
 
     def block(self, title: str, rows: Rows, style: str = "bold") -> None:
         """Show aligned ``name  value`` rows under a title; long values are wrapped."""
@@ -190,7 +195,7 @@ def _unless_closed(write: Callable[[], None]) -> None:
 @contextmanager
 def on_error_stream() -> Iterator[None]:
     """Show the progress of work there: what a script prints may go to a file."""
-    with Terminal(_Console(stderr=True, highlight=False), logged=False).in_use():
+    with Terminal(_Console(stderr=True, highlight=False)).in_use():
         yield
 
 
@@ -206,8 +211,6 @@ def leave_unread() -> None:
 
 
 class _Shown(logging.Handler):
-    """Shows what other parts log, such as an MLflow that does not answer."""
-
     def __init__(self, terminal: Terminal) -> None:
         super().__init__()
         self.terminal = terminal

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from mantissa.step.ledger import MemoryLedger
 from mantissa.tensors import random_state, set_random_state
 from trainer.config.step import Config, Plan
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
-from trainer.data.evaluation import Evaluation, Watch
+from trainer.data.evaluation import Evaluation, Progress
 from trainer.data.loader import DataOrder, to_device
 from trainer.errors import UserError
 from trainer.hardware import Hardware, detect, seed_everything, select
@@ -101,7 +101,8 @@ class Trainer(Generic[Config]):
             world.broadcast([tensor.detach() for tensor in self.model.state_dict().values()])
         self.frozen = freeze(self.model, config.freeze or [])
         """Names of the parameters that are not trained."""
-        # In this order: what is recomputed is compiled with it, and what is compiled is sharded.
+        # The model is rebuilt in place: formats of its layers, recomputation, torch.compile, DDP or FSDP. The order
+        # counts: what is recomputed is compiled with it, and what is compiled is sharded.
         self.fp32_modules = config.precision.convert(self.model, self.device, self.recipe.blocks)
         blocks = self.recipe.blocks(self.model)
         config.activation_checkpointing.apply(blocks)
@@ -112,6 +113,7 @@ class Trainer(Generic[Config]):
         """The model as training's forward passes call it."""
         if self.world.rank:
             seed_everything((config.seed + _RANK_STRIDE * self.world.rank) % 2**32)  # the same weights, other dropout
+        # What follows changes the weights: the optimizer sees masters where there are any.
         self.masters = masters_of(config.precision.format, self.model, config.seed)
         """The weights that the optimizer changes, where they are not the model's own."""
         changed = self.masters or self.model
@@ -197,17 +199,16 @@ class Trainer(Generic[Config]):
             return
         benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False  # as in ``observe``
         with torch.compiler.set_stance("force_eager"), self.config.precision.autocast(self.device):
-            found = losses_of_two(self.recipe, self.model, self.datasets.train, self.device)
+            losses = losses_of_two(self.recipe, self.model, self.datasets.train, self.device)
         torch.backends.cudnn.benchmark = benchmark
-        both, total, mean = found or (0.0, 0.0, 0.0)
-        means = [each for each in (total / 2, mean) if abs(each) < 0.9 * abs(total)]  # else it may be the sum as well
-        if any(math.isclose(both, each, rel_tol=0.01) for each in means):  # of 16-bit numbers, too
-            error = UserError(
+        both, total, mean = losses or (0.0, 0.0, 0.0)
+        means = [value for value in (total / 2, mean) if abs(value) < 0.9 * abs(total)]  # else it may be the sum, too
+        if any(math.isclose(both, value, rel_tol=0.01) for value in means):  # of 16-bit numbers, too
+            raise UserError(
                 f"recipe={self.recipe.name}: the loss of two samples is {both:.5g}, the mean of theirs, but loss_sum "
-                'must be their sum: training divides it by count_targets; compute it with reduction="sum"'
+                'must be their sum: training divides it by count_targets; compute it with reduction="sum"',
+                shared=True,
             )
-            error.shared = True
-            raise error
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the training, see ``optim.state.training_state``."""
@@ -224,7 +225,7 @@ class Trainer(Generic[Config]):
         """
         rng = saved.rng(self.world.rank)
         saved.restore(self.model, self.optimizer, self.masters, self.average)
-        self.loss_scale.load_state_dict(saved.progress["loss_scale"])
+        self.loss_scale.load_state_dict(saved.loss_scale)
         self.step = saved.step
         if rng is not None:  # a rank that was not there before has a seed of its own
             set_random_state(rng, self.device)
@@ -241,9 +242,11 @@ class Trainer(Generic[Config]):
         return self.config.loader.steps(self.datasets.train, self.order, batching, self.step, left, self.hardware)
 
     def train_step(self, microbatches: list[Batch]) -> StepRecord:
-        """Take one optimizer step over the microbatches and count it."""
+        """Take one optimizer step over the microbatches and count it; the host does not wait for the device."""
         lr = self._set_lr()
+        # Forward and backward, once for each microbatch.
         loss, correction, units = self.gradients(microbatches)
+        # Unscale, clip, step, and adapt the loss scale.
         grad_norm, skipped, scale = self.update.step(self.step, correction)
         self.step += 1
         self.average.update(self.step)
@@ -256,11 +259,13 @@ class Trainer(Generic[Config]):
         microbatches nor how the targets fall among them changes the gradient. (In two factors: see
         ``Precision.loss_divisor``.)
         """
+        # One number normalises all microbatches of all ranks.
         targets, units = self.world.all_reduce_sums(*self.count(microbatches))
         divisor, correction = self.config.precision.loss_divisor(max(1, targets))
         loss: Tensor | None = None
         for number, microbatch in enumerate(microbatches, 1):
             batch, last = to_device(microbatch, self.device), number == len(microbatches)
+            # Only the last one exchanges gradients, which is decided before its forward pass.
             with self.config.parallel.microbatch(self.replica, last):
                 with self.config.precision.autocast(self.device):
                     output = self.recipe.loss(self.replica, batch)
@@ -280,15 +285,28 @@ class Trainer(Generic[Config]):
         """The torchmetrics objects that evaluation updates."""
         return Metrics(self.recipe, self.datasets, self.config.metrics, self.device)
 
-    def evaluate(self, watch: Watch = lambda done, total: None) -> dict[str, float]:
-        """Return the recipe's metrics over the validation samples of all ranks, in the precision of training."""
-        self._validation = self._validation or self._evaluation(self.datasets.valid, self.plan.eval_samples)
-        return self._metrics(self._validation, watch)
+    @overload
+    def evaluate(self, progress: Progress = ...) -> dict[str, float]: ...
 
-    def test(self, watch: Watch = lambda done, total: None) -> dict[str, float]:
-        """Return the recipe's metrics over all test samples, likewise."""
+    @overload
+    def evaluate(self, progress: Progress, should_stop: Callable[[], bool]) -> dict[str, float] | None: ...
+
+    def evaluate(
+        self, progress: Progress = lambda done, total: None, should_stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
+        """Return the recipe's metrics over the validation samples of all ranks, in the precision of training.
+
+        Every rank has to call it. It returns None where ``should_stop`` ended it between two batches, on all ranks.
+        """
+        self._validation = self._validation or self._evaluation(self.datasets.valid, self.plan.eval_samples)
+        return self._metrics(self._validation, progress, should_stop)
+
+    def test(
+        self, progress: Progress = lambda done, total: None, should_stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
+        """Return the recipe's metrics over all test samples, as ``evaluate`` does."""
         assert self.datasets.test is not None
-        return self._metrics(self._evaluation(self.datasets.test, None), watch)
+        return self._metrics(self._evaluation(self.datasets.test, None), progress, should_stop)
 
     @torch.no_grad()
     def metric_names(self) -> list[str]:
@@ -322,7 +340,9 @@ class Trainer(Generic[Config]):
         return Evaluation(dataset, limit, size, self.config.loader, self.hardware, self.world)
 
     @torch.no_grad()
-    def _metrics(self, evaluation: Evaluation, watch: Watch) -> dict[str, float]:
+    def _metrics(
+        self, evaluation: Evaluation, progress: Progress, should_stop: Callable[[], bool]
+    ) -> dict[str, float] | None:
         size, compile = self.plan.batching.micro_batch_size, self.config.compile
 
         def forward(batch: Batch, counts: bool) -> dict[str, Tensor]:
@@ -339,11 +359,11 @@ class Trainer(Generic[Config]):
         generators = random_state(self.device)  # a loss may draw in evaluation, too, which may be interrupted
         try:
             with self.average.in_place():
-                sums, targets = evaluation.sums(forward, self.recipe.count_targets, watch)
+                summed = evaluation.sums(forward, self.recipe.count_targets, progress, should_stop)
         finally:
             self.model.train()
             set_random_state(generators, self.device)
-        return reported(self.recipe, sums, targets) | self.metrics.values(self.world)
+        return None if summed is None else reported(self.recipe, *summed) | self.metrics.values(self.world)
 
     def _set_lr(self) -> float:
         """Set the learning rate of every group, and return the highest."""

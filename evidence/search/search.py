@@ -47,9 +47,9 @@ class TrialRun(Run):
 
     trial: ClassVar[optuna.Trial]
 
-    def _evaluate(self, step: int) -> Score:
-        score = super()._evaluate(step)
-        if score.value is not None:
+    def evaluate(self) -> Score | None:
+        score, step = super().evaluate(), self.trainer.step
+        if score is not None and score.value is not None:
             self.trial.report(score.value, step)
             if not self.complete and self.trial.should_prune():
                 better = f"earlier trials had a better {self.scores.metric} than {loss(score.value)}"

@@ -16,7 +16,8 @@ import torch
 
 from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
-from recipes.data.text.corpus import Text, TokenizedText, split
+from recipes.data.text.corpus import TokenizedText
+from recipes.data.text.documents import Text, split
 from recipes.data.text.pretrained import local_path, opening
 from trainer.errors import UserError, check_choice, first_line
 

@@ -193,9 +193,9 @@ def test_an_interrupt_while_a_run_is_closed_ends_the_sweep_after_it(
 ) -> None:
     export_best = run_module.export_best
 
-    def interrupted(*arguments: Any) -> Any:
+    def interrupted(*given: Any) -> list[str]:
         signal.raise_signal(signal.SIGINT)
-        return export_best(*arguments)
+        return export_best(*given)
 
     monkeypatch.setattr(run_module, "export_best", interrupted)
     done = train("-m", *BIGNET, "seed=0,1", "steps=2", "tracking=local")

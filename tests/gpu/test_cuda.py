@@ -78,8 +78,9 @@ def on_device(trainer: Trainer) -> list[list[Batch]]:
 
 
 def monitor_of(trainer: Trainer, log_every: int) -> Monitor:
-    scaling = {"scaler": trainer.config.scaler, "recovers": trainer.loss_scale.recovers}
-    return Monitor(log_every=log_every, last_step=STEPS, unit="samples", device=trainer.device, **scaling)
+    monitor = Monitor(trainer)
+    monitor.log_every = log_every
+    return monitor
 
 
 @pytest.mark.parametrize("recipe", [GPT2, RESNET, BIGNET], ids=["gpt2", "resnet", "bignet"])

@@ -82,7 +82,7 @@ def _found(mode: str, device: str, name: str) -> dict[str, Any] | str:
     folder = Path(sys.argv[2]) / f"{mode}-{name.replace(' ', '-')}"
     checkpoint.write(folder, Snapshot.of(trainer.state_dict(), {}, trainer.world), None, trainer.world)
     saved = load(folder)
-    saved.progress["loss_scale"] = trainer.loss_scale.state_dict()
+    saved.loss_scale = trainer.loss_scale.state_dict()
     other.restore(saved)
     last = weights(trainer)
     trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]

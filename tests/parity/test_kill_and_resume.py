@@ -51,10 +51,10 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> AtStep:
     original, evaluate = Trainer.train_step, Trainer.evaluate
 
     def plan(step: int, act: Callable[[], None], evaluated: int | None = None) -> None:
-        def evaluation(trainer: Trainer, watch: Any) -> dict[str, float]:
+        def evaluation(trainer: Trainer, *given: Any) -> dict[str, float] | None:
             if trainer.step == evaluated:
                 act()
-            return evaluate(trainer, watch)
+            return evaluate(trainer, *given)
 
         def train_step(trainer: Trainer, microbatches: list[Batch]) -> StepRecord:
             record = original(trainer, microbatches)
@@ -79,7 +79,7 @@ def go(folder: Path, recipe: str, mode: str, resume: str = "null") -> dict[str, 
 def end_state(folder: Path) -> tuple[Any, ...]:
     saved = load(folder / "run" / "checkpoints", STEPS)
     assert saved.step == STEPS
-    return saved.tensors(), saved.progress
+    return saved.tensors(), saved.progress, saved.scores, saved.loss_scale
 
 
 @pytest.fixture(scope="module")

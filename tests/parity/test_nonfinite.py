@@ -22,14 +22,9 @@ def bignet(*overrides: str) -> tuple[Trainer, list[list[Batch]]]:
 
 
 def watched(trainer: Trainer, log_every: int = 1) -> Monitor:
-    return Monitor(
-        log_every=log_every,
-        last_step=trainer.plan.steps,
-        unit="samples",
-        scaler=trainer.config.scaler,
-        recovers=trainer.loss_scale.recovers,
-        device=trainer.device,
-    )
+    monitor = Monitor(trainer)
+    monitor.log_every = log_every
+    return monitor
 
 
 def poisoned(microbatches: list[Batch], value: float = float("inf")) -> list[Batch]:

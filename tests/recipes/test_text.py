@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from recipes.data.text import tokens as token_store
-from recipes.data.text.corpus import PythonDocs, Text, TextFiles, split
+from recipes.data.text.corpus import PythonDocs, TextFiles
+from recipes.data.text.documents import Text, split
 from recipes.data.text.pretrained import Pretrained
 from recipes.data.text.tokenizers import BytePairs, Characters
 from recipes.data.text.tokens import TokenData

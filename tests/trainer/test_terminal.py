@@ -20,7 +20,7 @@ def test_progress_stays_in_place_on_a_terminal_and_is_a_line_in_a_file(
 ) -> None:
     monkeypatch.setattr(module, "_SLOW_S", 0.0)
     out = io.StringIO()
-    terminal = Terminal(Console(file=out, force_terminal=in_place, width=120), logged=False)
+    terminal = Terminal(Console(file=out, force_terminal=in_place, width=120))
     terminal.bar(20, 300, lambda: "20/300  loss 2.5000")
     terminal.bar(21, 300, lambda: "too soon")
 
@@ -49,7 +49,7 @@ def test_progress_stays_in_place_on_a_terminal_and_is_a_line_in_a_file(
 @pytest.mark.parametrize("brief", [False, True])
 def test_a_quiet_one_shows_warnings_only_and_a_brief_one_its_outcome_too(brief: bool) -> None:
     out = io.StringIO()
-    terminal = Terminal(Console(file=out, force_terminal=not brief), logged=False, quiet=not brief, brief=brief)
+    terminal = Terminal(Console(file=out, force_terminal=not brief), quiet=not brief, brief=brief)
     with terminal.work("evaluating", 48, "batches") as advance:
         advance(12)
     terminal.note("a line")
@@ -66,7 +66,7 @@ def test_a_quiet_one_shows_warnings_only_and_a_brief_one_its_outcome_too(brief: 
 @pytest.mark.parametrize("columns", [None, 60])
 def test_no_fact_of_a_block_is_lost_in_any_width(columns: int | None) -> None:
     out, words = io.StringIO(), [f"word{number}" for number in range(40)]
-    Terminal(Console(file=out, force_terminal=columns is not None, width=columns), logged=False).block(
+    Terminal(Console(file=out, force_terminal=columns is not None, width=columns)).block(
         "title", [("name", " ".join(words)), ("longer", "a row")]
     )
     lines = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in out.getvalue().splitlines()]
@@ -77,7 +77,7 @@ def test_no_fact_of_a_block_is_lost_in_any_width(columns: int | None) -> None:
 
 def test_what_does_not_take_long_leaves_no_line_in_a_file() -> None:
     out = io.StringIO()
-    terminal = Terminal(Console(file=out), logged=False)
+    terminal = Terminal(Console(file=out))
     with terminal.work("evaluating", 48, "batches") as advance:
         advance(48)
     with work("nobody watches") as advance:
@@ -93,6 +93,6 @@ def test_a_pipe_without_a_reader_ends_nothing(monkeypatch: pytest.MonkeyPatch) -
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w", buffering=1) as pipe:
-        Terminal(module._Console(file=pipe), logged=False).note("a line")
+        Terminal(module._Console(file=pipe)).note("a line")
         assert left
         os.dup2(os.open(os.devnull, os.O_WRONLY), writing)

@@ -45,7 +45,9 @@ class CheckpointReader:
         self._weights = _TensorFiles(path, self._files["model"])
         self._moments = _TensorFiles(path, self._files["optimizer"])
         self.step: int = self._state["step"]
-        self.progress: dict[str, Any] = self._state["progress"] | manifest.get("scores", {})
+        self.loss_scale: dict[str, float] = self._state["loss_scale"]
+        self.progress: dict[str, Any] = self._state["progress"]
+        self.scores: dict[str, Any] = manifest.get("scores", {})
         self.totals: dict[str, Any] = manifest.get("totals", {})
 
     def restore(
@@ -64,6 +66,7 @@ class CheckpointReader:
         """
         weights = {self._state["ties"].get(name, name): tensor for name, tensor in model.state_dict().items()}
         tensors, kept = weight_copies(masters, average), self._state["optimizer"]
+        # Everything is compared before anything is loaded.
         misfit = self._weights.misfit(weights, "model")
         if optimizer is not None and misfit is None:
             names = parameter_names(masters or model, optimizer)
@@ -183,23 +186,23 @@ def fill(
     """
     state = model.state_dict()
     ties = untie(state)[1]
-    found = {ties.get(name, name): weights[name] for name in reversed(state) if name in weights}
+    given = {ties.get(name, name): weights[name] for name in reversed(state) if name in weights}
     stored = [name for name in state if name not in ties]
-    if differs := _differing_names(stored, [*found, *(weights.keys() - state.keys())], "model"):
-        fit = f"{len(found)} of {len(stored)} names fit, {differs}"
+    if differs := _differing_names(stored, [*given, *(weights.keys() - state.keys())], "model"):
+        fit = f"{len(given)} of {len(stored)} names fit, {differs}"
         raise UserError(f"{where}: the weights are of another model: {fit}; {remedy}")
-    other = [name for name in state if name in found and found[name].shape != state[name].shape]
+    other = [name for name in state if name in given and given[name].shape != state[name].shape]
     if other:
-        there, here = (dimensions(tuple(tensors[other[0]].shape)) for tensors in (found, state))
+        there, here = (dimensions(tuple(tensors[other[0]].shape)) for tensors in (given, state))
         more = f" (and {len(other) - 1} more)" if len(other) > 1 else ""
         raise UserError(f"{where}: the weights do not fit: {other[0]} is {there} there and {here} here{more}; {remedy}")
-    for name, tensor in found.items():
+    for name, tensor in given.items():
         state[name].copy_(tensor)
 
 
-def _differing_names(wanted: Collection[str], found: Collection[str], what: str) -> str:
+def _differing_names(wanted: Collection[str], given: Collection[str], what: str) -> str:
     """Return the first name that is missing, and the first that is unknown; empty: they are the same."""
-    missing, unknown = [name for name in wanted if name not in found], sorted({*found} - {*wanted})
+    missing, unknown = [name for name in wanted if name not in given], sorted({*given} - {*wanted})
     parts = [f"{missing[0]} is missing"] if missing else []
     parts += [f"this {what} has no {unknown[0]}"] if unknown else []
     return " and ".join(parts)

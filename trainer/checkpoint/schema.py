@@ -1,6 +1,7 @@
 """The files of a checkpoint, and whether they are whole: their names, ``manifest.json`` and ``state.json``.
 
-The manifest holds the SHA-256 of every other file. What passes is what a run wrote; whether it fits the run that is
+``state.json`` is as the step left it, beside the tensors. The manifest holds the SHA-256 of every other file, and what
+may come after the step: the evaluation of its weights. What passes is what a run wrote; whether it fits the run that is
 resumed is checked by ``reader``. Nothing here imports torch.
 """
 
@@ -13,13 +14,13 @@ from typing import Any, NotRequired, TypedDict
 from trainer.errors import UserError
 from trainer.files import read_json, sha256
 
-FORMAT = 5
+FORMAT = 6
 STEP_NAME = re.compile("step-[0-9]{8}")
 """The name of a checkpoint's folder."""
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 KINDS = ("model", "optimizer", "rng")
-"""For each there is one file, or one file per rank."""
+"""Kinds of files with tensors: one file of each, or one per rank."""
 
 
 class InvalidCheckpoint(Exception):
@@ -32,10 +33,11 @@ class Manifest(TypedDict):
     format: int
     step: int
     score: float | None
+    """Score of the weights at this step, the lowest the best; None: they were not evaluated, or it was not finite."""
     sha256: dict[str, str]
     """Hashes by the names of the files."""
     scores: NotRequired[dict[str, Any]]
-    """The run's evaluations so far; here, because weights may be evaluated after they were saved."""
+    """The run's evaluations so far, see ``Scores``; here, because weights may be evaluated after they were saved."""
     totals: NotRequired[dict[str, Any]]
     """What the run has spent so far, over all its processes."""
 
@@ -45,10 +47,13 @@ class State(TypedDict):
 
     step: int
     ties: dict[str, str]
-    """For each weight that shares its memory with another one, the name under which it is stored."""
+    """Names under which weights are stored that share their memory with another one, by their own."""
     optimizer: dict[str, Any]
     """What the optimizer keeps beside tensors, see ``optim.state.optimizer_state``."""
+    loss_scale: dict[str, float]
+    """The loss scale, and what decides its next change."""
     progress: dict[str, Any]
+    """What the run needs beside the training: the interval of its log, the fingerprint of its data."""
 
 
 def damage(folder: Path, step: int) -> str | None:

@@ -118,11 +118,11 @@ class Snapshot:
         cut = any(map(is_sharded, weights.values()))
         files = {rank_file("rng", world.rank, world.size): rng}
         if cut or world.is_main:
-            own = (world.rank, world.size) if cut else (0, 1)
-            files[rank_file("model", *own)] = _local(weights, world)
-            files[rank_file("optimizer", *own)] = _local(tensors, world)
-        progress = progress | {"loss_scale": training["loss_scale"]}
-        state = {"step": step, "ties": ties, "optimizer": rest, "progress": progress}
+            place = (world.rank, world.size) if cut else (0, 1)
+            files[rank_file("model", *place)] = _local(weights, world)
+            files[rank_file("optimizer", *place)] = _local(tensors, world)
+        scale = training["loss_scale"]
+        state = {"step": step, "ties": ties, "optimizer": rest, "loss_scale": scale, "progress": progress}
         return cls(step, files, json.dumps(state), run or {})
 
 
@@ -141,8 +141,10 @@ def write(folder: Path, snapshot: Snapshot, score: float | None, world: World) -
     target = path_of(folder, snapshot.step)
     temporary = folder / f".{target.name}.partial"
     on_all_ranks = partial(_on_all_ranks, world, temporary)
+    # A folder under another name, into which every rank writes its tensors.
     on_all_ranks(partial(_prepare, folder, temporary) if world.is_main else None)
     parts = on_all_ranks(partial(_write_tensors, snapshot, temporary))
+    # The manifest has all hashes; with it the folder gets its name, and is a checkpoint.
     hashes = {name: value for part in parts for name, value in part.items()}
     manifest = {"format": FORMAT, "step": snapshot.step, "score": score, "sha256": hashes} | snapshot.run
     on_all_ranks(partial(_complete, target, temporary, snapshot.state, manifest) if world.is_main else None)
@@ -169,11 +171,11 @@ def find_verified(folder: Path, step: int | None = None) -> Path:
     damaged: list[str] = []
     for wanted in reversed(saved) if step is None else [step]:
         path = path_of(folder, wanted)
-        if not (found := damage(path, wanted)):
+        if not (problem := damage(path, wanted)):
             for text in damaged:
                 log.warning("%s; step %d, before it, is whole and is taken", text, wanted)
             return path
-        damaged.append(f"the checkpoint {path} is damaged: {found}")
+        damaged.append(f"the checkpoint {path} is damaged: {problem}")
     older = "no older one is whole; " if step is None else ""
     raise UserError(f"{damaged[0]}; {older}start a new run without resume=")
 

@@ -39,9 +39,9 @@ class CheckpointWriter:
 
     options: Checkpoint
     folder: Path
-    """Of all checkpoints of the run."""
+    """Folder of all checkpoints of the run."""
     world: World
-    """Its first rank writes what all share."""
+    """The processes that save together; the first one writes what all share."""
     masks: frozenset[str] = frozenset()
     """Names of buffers that may hold infinities; see ``infinite_buffers``."""
 
@@ -71,10 +71,12 @@ class CheckpointWriter:
             NonFiniteError: a weight is not finite; nothing is written.
         """
         began = time.perf_counter()
+        # One checkpoint at a time, and none from which no run could go on.
         self.finish()
         self._refuse_nonfinite(training["step"], training["model"])
         snapshot = Snapshot.of(training, progress, self.world, run)
         if self.options.background:
+            # The next step changes the tensors in place, while a thread writes their copies.
             snapshot = self._copy(snapshot)
             # A daemon: a process that has to stop at once does not wait for it.
             self._thread = threading.Thread(

@@ -1,4 +1,7 @@
-"""Recipes that are not in ``recipes/``: those of the folder ``recipe_path``."""
+"""Recipes that are not in ``recipes/``: those of the folder ``recipe_path``.
+
+State of the process: that folder, ``_folder``, which ``use_folder`` sets.
+"""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from trainer.data.loader import Loader, to_device
 from trainer.hardware import Hardware, kind_of
 from trainer.parallel.world import World
 
-Watch = Callable[[int, int], None]
-"""Called after each batch, on all ranks, with how many are done and how many there are; it may raise to stop."""
+Progress = Callable[[int, int], None]
+"""Takes how many batches are done and how many there are, after each of them, on all ranks."""
 
 
 class Evaluation:
@@ -40,27 +40,33 @@ class Evaluation:
         world: World,
     ) -> None:
         samples = evaluation_samples(len(dataset), limit, micro_batch_size)
-        own = samples[world.rank :: world.size]
-        others = samples[:1] * (math.ceil(len(samples) / world.size) - len(own))
-        self._own, self._count = len(own), len(own + others)
-        self._batches = loader.batches(dataset, own + others, hardware)
+        mine = samples[world.rank :: world.size]
+        # As many forward passes on every rank: under FSDP the others gather their weights from this one.
+        fillers = samples[:1] * (math.ceil(len(samples) / world.size) - len(mine))
+        self._counting, self._count = len(mine), len(mine + fillers)
+        self._batches = loader.batches(dataset, mine + fillers, hardware)
         self._device, self._world = hardware.device, world
 
     def sums(
-        self, forward: Callable[[Batch, bool], dict[str, Tensor]], count_targets: Callable[[Batch], int], watch: Watch
-    ) -> tuple[dict[str, float], int]:
-        """Return the sums over the samples of all ranks, and their number of targets.
+        self,
+        forward: Callable[[Batch, bool], dict[str, Tensor]],
+        count_targets: Callable[[Batch], int],
+        progress: Progress,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> tuple[dict[str, float], int] | None:
+        """Return the sums over the samples of all ranks, and their number of targets; None: it was told to stop.
 
         Args:
             forward: takes a batch on the device, and whether it counts, and returns scalars by name.
             count_targets: takes a batch on the host.
-            watch: see ``Watch``.
+            progress: see ``Progress``.
+            should_stop: asked between two batches, on all ranks, which must agree.
         """
         wide = kind_of(self._device).wide  # sums of thousands of batches
         targets = 0
         sums: dict[str, Tensor] = {}
         for number, batch in enumerate(self._batches):
-            counts = number < self._own  # else a forward pass for other ranks, which gather their weights from this one
+            counts = number < self._counting
             values = forward(to_device(batch, self._device), counts)
             if counts:
                 targets += count_targets(batch)
@@ -68,7 +74,10 @@ class Evaluation:
                 total = sums.setdefault(name, torch.zeros((), dtype=wide, device=self._device))
                 if counts:
                     total += value
-            watch(number + 1, self._count)
+            progress(number + 1, self._count)
+            if number + 1 < self._count and should_stop():
+                return None
+        # One copy to the host, at the end.
         totals = self._world.all_reduce_sum(torch.stack([sums[name] for name in sorted(sums)])).tolist()
         by_name = dict(zip(sorted(sums), totals, strict=True))
         (targets,) = self._world.all_reduce_sums(targets)

@@ -75,6 +75,35 @@ class Muon(torch.optim.Optimizer):
         on_gpu = self.param_groups[0]["params"][0].device.type != "cpu"
         return on_gpu and all(getattr(part, "_step_supports_amp_scaling", False) for part in others)
 
+    @staticmethod
+    def group_keys(model: nn.Module, blocks: list[nn.Module]) -> dict[str, dict[str, bool]]:
+        """Return the keys ``muon`` and ``transposed`` of the groups of a model's parameters, by their names.
+
+        Muon takes the weights of two dimensions in the model's blocks, but no embeddings. ``nn.Linear`` has outputs ×
+        inputs, transformers' Conv1D, as in GPT-2, the transpose.
+
+        Raises:
+            UserError: there are none, or the recipe names no blocks.
+        """
+        weights = decayed(model)
+        inside = {id(module) for block in blocks for module in block.modules() if not isinstance(module, nn.Embedding)}
+        matrices = {
+            name: any(base.__name__ == "Conv1D" for base in type(module).__mro__)  # FSDP2 derives a class from it
+            for owner, module in model.named_modules()
+            if id(module) in inside
+            for name, parameter in module.named_parameters(owner, recurse=False)
+            if parameter.ndim == 2 and name in weights
+        }
+        if not matrices:
+            lack = "the blocks of this recipe's model have none" if blocks else "this recipe names no repeated blocks"
+            raise UserError(
+                f"optimizer.name=Muon trains the matrices in the blocks of a model, but {lack}; use optimizer=adamw"
+            )
+        return {
+            name: {"muon": name in matrices, "transposed": matrices.get(name, False)}
+            for name, _ in model.named_parameters()
+        }
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take a step of both; where the flag ``found_inf`` is given, of all matrices of a shape at once."""
@@ -164,32 +193,6 @@ def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: 
         gram = x @ x.mT
         x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
-
-
-def group_keys(model: nn.Module, blocks: list[nn.Module]) -> dict[str, dict[str, bool]]:
-    """Return the keys ``muon`` and ``transposed`` of the groups of a model's parameters, by their names.
-
-    Muon takes the weights of two dimensions in the model's blocks, but no embeddings. ``nn.Linear`` has outputs ×
-    inputs, transformers' Conv1D, as in GPT-2, the transpose.
-
-    Raises:
-        UserError: there are none, or the recipe names no blocks.
-    """
-    weights = decayed(model)
-    inside = {id(module) for block in blocks for module in block.modules() if not isinstance(module, nn.Embedding)}
-    found = {
-        name: any(each.__name__ == "Conv1D" for each in type(module).__mro__)  # FSDP2 derives a class from it
-        for owner, module in model.named_modules()
-        if id(module) in inside
-        for name, parameter in module.named_parameters(owner, recurse=False)
-        if parameter.ndim == 2 and name in weights
-    }
-    if not found:
-        lack = "the blocks of this recipe's model have none" if blocks else "this recipe names no repeated blocks"
-        raise UserError(
-            f"optimizer.name=Muon trains the matrices in the blocks of a model, but {lack}; use optimizer=adamw"
-        )
-    return {name: {"muon": name in found, "transposed": found.get(name, False)} for name, _ in model.named_parameters()}
 
 
 @functools.cache

@@ -20,6 +20,47 @@ from trainer.optim.masters import MasterWeights
 from trainer.parallel.shards import is_sharded
 
 
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What sets a class of optimizers apart; the defaults are those of most of torch's."""
+
+    place: str = ""
+    """Where the class is, such as ``timm.optim.Lion``; empty: in torch.optim."""
+    bf16_state: type[torch.optim.Optimizer] | None = None
+    """The class that takes its place with ``optimizer.state=bf16``; None: there is none."""
+    whole_matrices: bool = False
+    """Whether it needs the norms of whole matrices, which FSDP's shards are not."""
+    own_groups: bool = False
+    """Whether its ``group_keys`` decide what it does with which parameter."""
+    takes_scale: bool = True
+    """Whether its fused form, given the loss scale, computes with gradients that are not rounded once more."""
+    fused_by: type[torch.optim.Optimizer] | None = None
+    """The class of torch whose fused kernel it uses; None: its own."""
+    fused_shards: bool = False
+    """Whether that kernel takes sharded weights (FSDP2's DTensors)."""
+    fused_momentum: bool = False
+    """Whether the fused form leaves it to others how momentum begins, see ``_start_momentum``."""
+
+
+TRAITS = {
+    "Adam": Traits(fused_shards=True),
+    "AdamW": Traits(bf16_state=AdamWBf16, fused_shards=True),
+    "SGD": Traits(fused_momentum=True),
+    "Adafactor": Traits(whole_matrices=True),
+    "Lion": Traits(place="timm.optim.Lion"),
+    "Lamb": Traits(place="timm.optim.Lamb"),
+    # It rounds the unscaled gradients of matrices to their dtype again; its other weights are AdamW's.
+    "Muon": Traits(
+        place="trainer.optim.muon.Muon",
+        own_groups=True,
+        takes_scale=False,
+        fused_by=torch.optim.AdamW,
+        fused_shards=True,
+    ),
+}
+"""Traits by ``optimizer.name``. A class of torch.optim, or of another package, needs a row only where it is special."""
+
+
 @dataclass
 class Optimizer:
     """An optimizer's class and its options; a new choice is one YAML file."""
@@ -50,7 +91,7 @@ class Optimizer:
             check_range("optimizer.layer_decay", self.layer_decay, "(0, 1]")
         check_patterns(self.groups)
         check_choice("optimizer.state", self.state, ("auto", BF16.name))
-        if self.state != "auto" and self.name != "AdamW":
+        if self.state != "auto" and self.traits.bf16_state is None:
             raise UserError(
                 f"optimizer.state={self.state} is for AdamW, not for {self.name}; remove it, or use optimizer=adamw"
             )
@@ -68,15 +109,20 @@ class Optimizer:
                     f"optimizer.options.{option} has no effect with optimizer.state={self.state}; remove one of them"
                 )
 
+    @property
+    def traits(self) -> Traits:
+        """What sets its class apart."""
+        return TRAITS.get(self.name.removeprefix("torch.optim."), Traits())
+
     def check(self, parallel: str, format: Format) -> None:
         """Check that it can train with this choice of ``parallel``, and this format.
 
         Raises:
             UserError: it cannot.
         """
-        if self.name == "Adafactor" and parallel == "fsdp":
+        if self.traits.whole_matrices and parallel == "fsdp":
             raise UserError(
-                "optimizer.name=Adafactor needs the norms of whole matrices, which torch's does not compute for "
+                f"optimizer.name={self.name} needs the norms of whole matrices, which torch's does not compute for "
                 "shards; use parallel=ddp, or another optimizer"
             )
         if self.state != "auto" and format.only_half:
@@ -99,6 +145,7 @@ class Optimizer:
             UserError: an option that this class, dtype, device or model does not support.
         """
         cls: Any = optimizer_class(self.name)
+        traits = self.traits
         groups = self._groups(cls, model, blocks or [])
         parameters = [parameter for group in groups for parameter in group["params"]]
         keywords: dict[str, Any] = {
@@ -108,21 +155,21 @@ class Optimizer:
             raise UserError("every parameter is frozen, so there is nothing to train; freeze fewer of them")
         if self.fused and self._takes_fused(cls, parameters, device):
             keywords["fused"] = True
-        cls = AdamWBf16 if self.state != "auto" else cls
+        if self.state != "auto":
+            cls = traits.bf16_state
         try:
             optimizer: torch.optim.Optimizer = cls(groups, lr=self.lr, **keywords)
         except (TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"torch.optim.{self.name} refuses optimizer.options={self.options}: {error}") from error
-        # Muon's takes the scale, and rounds the unscaled gradients of matrices to their dtype again.
-        scales = self.name != "Muon" and getattr(optimizer, "_step_supports_amp_scaling", False)
+        scales = traits.takes_scale and getattr(optimizer, "_step_supports_amp_scaling", False)
         if not scales and any(parameter.dtype == torch.float16 for parameter in parameters):
-            helps = self.name != "Muon" and self._takes_fused(cls, parameters, device)
+            helps = traits.takes_scale and self._takes_fused(cls, parameters, device)
             raise UserError(
                 f"precision=fp16_pure: {self.name} gets fp16 gradients without the loss scale, of which those below "
                 f"6e-8 are 0; use {'optimizer.fused=true' if helps else 'optimizer=adamw optimizer.name=AdamW'}, or "
                 "precision=fp16_master"
             )
-        if self.name == "SGD" and "fused" in keywords:
+        if traits.fused_momentum and "fused" in keywords:
             _start_momentum(optimizer)
         return optimizer
 
@@ -131,11 +178,7 @@ class Optimizer:
     ) -> list[dict[str, Any]]:
         whole = model.model if isinstance(model, MasterWeights) else model
         factors = {} if self.layer_decay is None else layer_factors(whole, blocks, self.layer_decay)
-        keys = {}
-        if self.name == "Muon":
-            from trainer.optim.muon import group_keys
-
-            keys = group_keys(whole, blocks)
+        keys = cls.group_keys(whole, blocks) if self.traits.own_groups else {}  # type: ignore[attr-defined]
         groups = parameter_groups(model.named_parameters(), whole, self.weight_decay, self.groups or {}, factors, keys)
         if "weight_decay" not in accepted_options(cls):
             decays = [group.pop("weight_decay") for group in groups]
@@ -147,20 +190,16 @@ class Optimizer:
         self, cls: type[torch.optim.Optimizer], parameters: list[nn.Parameter], device: torch.device
     ) -> bool:
         """Return whether there is a fused form that updates these parameters as the other one does."""
-        kernel: Any = torch.optim.AdamW if self.name == "Muon" else cls
+        traits = self.traits
+        kernel: Any = traits.fused_by or cls
         if "fused" not in accepted_options(cls) or not has_fused_kernel(kernel, device):
             return False
         # The first momentum of fused SGD is not the whole gradient, see ``_start_momentum``.
-        dampened = self.name == "SGD" and self.options.get("dampening", 0)
-        # Of torch's fused kernels, only Adam's support sharded weights (FSDP2's DTensors).
-        if dampened or (is_sharded(parameters[0]) and kernel not in (torch.optim.Adam, torch.optim.AdamW)):
+        dampened = traits.fused_momentum and self.options.get("dampening", 0)
+        if dampened or (is_sharded(parameters[0]) and not traits.fused_shards):
             return False
         halves = {parameter.dtype for parameter in parameters if parameter.dtype.itemsize <= 2}
         return kind_of(device).fused_amp or all(fused_is_sound(kernel, dtype, device.type) for dtype in halves)
-
-
-_ELSEWHERE = {"Lion": "timm.optim.Lion", "Lamb": "timm.optim.Lamb", "Muon": "trainer.optim.muon.Muon"}
-"""Where an optimizer is that torch.optim does not have, or has for matrices only."""
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
@@ -169,14 +208,15 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     Raises:
         UserError: there is none that can be used here.
     """
-    place = _ELSEWHERE.get(name, name if "." in name else f"torch.optim.{name}")
-    module, _, own = place.rpartition(".")
+    place = TRAITS.get(name, Traits()).place or (name if "." in name else f"torch.optim.{name}")
+    module, _, class_name = place.rpartition(".")
     try:
-        cls: Any = getattr(importlib.import_module(module), own, None)
+        cls: Any = getattr(importlib.import_module(module), class_name, None)
     except ImportError as error:
         raise UserError(f"optimizer.name={name} cannot be imported ({error}); install its package") from None
     if not _is_optimizer(cls):
-        names = [*filter(lambda each: _is_optimizer(getattr(torch.optim, each)), dir(torch.optim)), *_ELSEWHERE]
+        elsewhere = [name for name, traits in TRAITS.items() if traits.place]
+        names = [*(name for name in dir(torch.optim) if _is_optimizer(getattr(torch.optim, name))), *elsewhere]
         raise UserError(
             f"optimizer.name={name} is not in torch.optim{nearest(name, names)} ({', '.join(names)}, or package.Class)"
         )
@@ -185,8 +225,8 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return cls
 
 
-def _is_optimizer(found: Any) -> bool:
-    return inspect.isclass(found) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer
+def _is_optimizer(cls: Any) -> bool:
+    return inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
 
 
 def accepted_options(cls: type[torch.optim.Optimizer]) -> set[str]:

@@ -140,15 +140,16 @@ class ProcessWorld(World):
         if self.is_main:
             try:
                 outcome[0] = work()
-            except (RunError, Interrupted) as error:
+            except RunError as error:
+                outcome[1] = type(error)(str(error), shared=True)
+            except Interrupted as error:
                 outcome[1] = error
             except Exception as error:  # the others must not wait for a result that never comes
-                bug, outcome[1] = error, RunError(f"rank 0 failed: {error}")
+                bug, outcome[1] = error, RunError(f"rank 0 failed: {error}", shared=True)
         dist.broadcast_object_list(outcome, 0)
         if bug is not None:
             raise bug
         if outcome[1] is not None:
-            outcome[1].shared = True
             raise outcome[1]
         result: T = outcome[0]
         return result

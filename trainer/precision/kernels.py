@@ -7,6 +7,8 @@ all scores, probabilities and their gradients then stay fp32; in torch's 16-bit 
 
 The kernels are replaced at torch's dispatch key ``CPU``, below autograd. So models, backward passes, optimizers,
 recomputation and compiled code (inductor leaves matmuls and convolutions to these operators) need no change.
+
+State of the process: which kernels are replaced, ``_process``. ``use`` sets it, and nothing else does.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -117,11 +120,19 @@ OPERATORS = (
 """What is replaced: what takes most of a step in 16 bits where the processor lacks instructions. Layer norm, batch norm
 and GELU were slower in fp32 arithmetic than in torch's own kernels."""
 
-_in_use: dict[torch.dtype, str] = {}
-"""Which of the constants is chosen, by the dtype of the operands; without ``OWN``."""
-_library: torch.library.Library | None = None
-_replaced: set[str] = set()
-"""The operators whose kernels ``_library`` replaces."""
+
+@dataclass
+class _Process:
+    """The kernels of this process."""
+
+    chosen: dict[torch.dtype, str] = field(default_factory=dict)
+    """Which of the constants is chosen, by the dtype of the operands; without ``OWN``."""
+    replaced: set[str] = field(default_factory=set)
+    """Operators whose kernels the library replaces."""
+    library: torch.library.Library | None = None
+
+
+_process = _Process()
 
 
 def use(dtype: torch.dtype, chosen: str) -> None:
@@ -131,10 +142,9 @@ def use(dtype: torch.dtype, chosen: str) -> None:
     some format asks for are replaced, and nothing is left when none does. No other thread may compute meanwhile:
     torch's registry is not safe against that.
     """
-    global _library, _replaced
-    _in_use.pop(dtype, None)
+    _process.chosen.pop(dtype, None)
     if chosen != OWN:
-        _in_use[dtype] = chosen
+        _process.chosen[dtype] = chosen
     gradient = "convolution_backward"
     every = {
         WIDE: OPERATORS,
@@ -142,24 +152,24 @@ def use(dtype: torch.dtype, chosen: str) -> None:
         UNSEEN: (gradient,),
         MENDED: (gradient, f"{_FLASH}_backward"),
     }
-    wanted = {overload for each in _in_use.values() for overload in every[each]}
-    if wanted == _replaced:
+    wanted = {overload for choice in _process.chosen.values() for overload in every[choice]}
+    if wanted == _process.replaced:
         return
-    if _library is not None:
-        _library._destroy()
-        _library = None
-    _replaced = wanted
+    if _process.library is not None:
+        _process.library._destroy()
+        _process.library = None
+    _process.replaced = wanted
     if wanted:
-        _library = torch.library.Library("aten", "IMPL")
+        _process.library = library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch 2.11 warns that a kernel is replaced
             for overload in sorted(wanted):
-                _library.impl(overload, _replacement(overload), "CPU", with_keyset=True, allow_override=True)
+                library.impl(overload, _replacement(overload), "CPU", with_keyset=True, allow_override=True)
 
 
 def in_use(dtype: torch.dtype) -> bool:
     """Return whether operands of ``dtype`` are multiplied in fp32 arithmetic in this process."""
-    return _in_use.get(dtype) == WIDE
+    return _process.chosen.get(dtype) == WIDE
 
 
 def clear() -> None:
@@ -172,10 +182,11 @@ def _replacement(overload: str) -> Callable[..., Any]:
     """Return the kernel of one overload: torch's own, or fp32 arithmetic where the operands' dtype asks for it."""
     own = torch.library.get_kernel(f"aten::{overload}", "CPU")
     functional = torch.library.get_kernel(f"aten::{overload.removesuffix('.out')}", "CPU")
+    in_use = _process.chosen
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         dtype, out = args[0].dtype, kwargs.get("out")
-        chosen = _in_use.get(dtype)
+        chosen = in_use.get(dtype)
         if (
             chosen is None
             or any(operand is not None and operand.dtype is not dtype for operand in (*args[:3], out))
@@ -249,18 +260,18 @@ def _attention_gradients(*args: Any, scale: float | None = None, **mask: None) -
     scale = width**-0.5 if scale is None else scale
     future = torch.full((tokens, key.shape[2]), -torch.inf).triu_(1) if causal else torch.zeros(())
     # In the layout of torch's kernel, on which compiled code relies.
-    found = tuple(torch.empty_permuted(each.shape, (0, 2, 1, 3), dtype=each.dtype) for each in (query, key, value))
+    gradients = tuple(torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype) for x in (query, key, value))
     samples = max(1, _SCORES // (heads * tokens * key.shape[2]))
     for *parts, dq, dk, dv in zip(
-        *(each.split(samples) for each in (upstream, query, key, value, *found)), strict=True
+        *(tensor.split(samples) for tensor in (upstream, query, key, value, *gradients)), strict=True
     ):
-        g, q, k, v = (each.flatten(0, 1) for each in parts)
+        g, q, k, v = (part.flatten(0, 1) for part in parts)
         shares = (q.float().mul_(scale) @ k.float().mT).add_(future).softmax(2)
         slopes = torch._softmax_backward_data(g.float() @ v.float().mT, shares, 2, torch.float32).mul_(scale)
         shares, slopes = shares.to(q.dtype), slopes.to(q.dtype)
         for gradient, flat in ((dq, slopes @ k), (dk, slopes.mT @ q), (dv, shares.mT @ g)):
             gradient.copy_(flat.view(gradient.shape))
-    return found
+    return gradients
 
 
 def _generates_text(x: Tensor, y: Tensor) -> bool:

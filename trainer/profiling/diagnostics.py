@@ -25,7 +25,7 @@ _WORST = 5
 """Parameters whose lost updates are logged one by one."""
 
 
-class Session:
+class DiagnosticsSession:
     """The diagnostics of one run. This base class, for ``diagnostics=none``, measures nothing."""
 
     def begin(self, step: int) -> None:
@@ -49,7 +49,9 @@ class Diagnostics:
             UserError: it cannot.
         """
 
-    def start(self, model: nn.Module, update: Update, half: torch.dtype | None, steps: int, world: World) -> Session:
+    def start(
+        self, model: nn.Module, update: Update, half: torch.dtype | None, steps: int, world: World
+    ) -> DiagnosticsSession:
         """Begin a session.
 
         Args:
@@ -59,7 +61,7 @@ class Diagnostics:
             steps: of the whole run.
             world: the processes that train together.
         """
-        return Session()
+        return DiagnosticsSession()
 
 
 @dataclass
@@ -80,14 +82,16 @@ class Numerics(Diagnostics):
                 "depends on other elements; use diagnostics=none, or an optimizer such as AdamW"
             )
 
-    def start(self, model: nn.Module, update: Update, half: torch.dtype | None, steps: int, world: World) -> Session:
+    def start(
+        self, model: nn.Module, update: Update, half: torch.dtype | None, steps: int, world: World
+    ) -> DiagnosticsSession:
         if self.every > steps:
             log.warning("diagnostics.every=%d is more than steps=%d, so nothing is measured.", self.every, steps)
         meter = UpdateMeter(model, update.optimizer, half, update.masters, update.clip)
         return _NumericsSession(self.every, update, meter, world)
 
 
-class _NumericsSession(Session):
+class _NumericsSession(DiagnosticsSession):
     def __init__(self, every: int, update: Update, meter: UpdateMeter, world: World) -> None:
         self._every = every
         self._update = update
@@ -127,12 +131,12 @@ class _NumericsSession(Session):
     def _warn(self, step: int, measured: dict[str, Counts]) -> None:
         """Say which parameters do not get their updates, once for each parameter."""
         new = measured.keys() - self._reported
-        found = {name: counts for name, counts in measured.items() if name in new and counts.loses_updates}
-        if not found:
+        losing = {name: counts for name, counts in measured.items() if name in new and counts.loses_updates}
+        if not losing:
             return
-        self._reported |= found.keys()
-        names = list(found)
-        share = ratio(sum(counts.lost for counts in found.values()), sum(counts.moving for counts in found.values()))
+        self._reported |= losing.keys()
+        names = list(losing)
+        share = ratio(sum(counts.lost for counts in losing.values()), sum(counts.moving for counts in losing.values()))
         dtype = self._meter.dtypes[self._meter.names.index(names[0])]
         log.warning(
             "step %d: %.0f %% of the updates of %s are lost by rounding, because they are too small for %s "

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,11 +19,10 @@ from trainer.hardware import kind_of, synchronise
 
 log = logging.getLogger("mantissa")
 
-_NOTHING = nullcontext()
 Recorder = Callable[[], MemoryLedger]
 
 
-class Session:
+class ProfilerSession:
     """The profiler of one run. This base class, for ``profiler=none``, does nothing.
 
     Steps are counted from the start of this process, so a resumed run is profiled like a fresh one.
@@ -34,15 +33,15 @@ class Session:
     """One line for the end of the run, where there is no ledger."""
     _started = 0
 
-    def step(self, step_index: int) -> AbstractContextManager[None]:
-        """Return the context in which optimizer step ``step_index`` is to run."""
-        return _NOTHING
+    def step(self, step_index: int) -> AbstractContextManager[None] | None:
+        """Return the context in which optimizer step ``step_index`` is recorded; None: it is not."""
+        return None
 
     def finish(self) -> None:
         """Write what is not written yet. May be called after a failed step."""
 
 
-class _TorchSession(Session):
+class _TorchSession(ProfilerSession):
     _kept = 0
     """Active steps so far."""
     _profile: torch.profiler.profile | None = None
@@ -50,9 +49,9 @@ class _TorchSession(Session):
     def __init__(self, config: TorchProfiler, folder: Path, device: torch.device) -> None:
         self._config, self._folder, self._device = config, folder, device
 
-    def step(self, step_index: int) -> AbstractContextManager[None]:
+    def step(self, step_index: int) -> AbstractContextManager[None] | None:
         self._started += 1
-        return self._traced() if self._config.wait < self._started <= self._config.steps else _NOTHING
+        return self._traced() if self._config.wait < self._started <= self._config.steps else None
 
     @contextmanager
     def _traced(self) -> Iterator[None]:
@@ -106,13 +105,13 @@ class _TorchSession(Session):
         self.summary = f"profiled steps: {self._kept}; operator time on {self._device.type}: {shares}"
 
 
-class _MemorySession(Session):
+class _MemorySession(ProfilerSession):
     def __init__(self, at_step: int, folder: Path, device: torch.device, recorder: Recorder) -> None:
         self._at_step, self._folder, self._device, self._recorder = at_step, folder, device, recorder
 
-    def step(self, step_index: int) -> AbstractContextManager[None]:
+    def step(self, step_index: int) -> AbstractContextManager[None] | None:
         self._started += 1
-        return self._recorded(step_index) if self._started == self._at_step else _NOTHING
+        return self._recorded(step_index) if self._started == self._at_step else None
 
     @contextmanager
     def _recorded(self, step_index: int) -> Iterator[None]:
@@ -144,9 +143,9 @@ class Profiler:
 
     kind: ClassVar[str] = "none"
 
-    def start(self, folder: Path, device: torch.device, recorder: Recorder, steps: int) -> Session:
+    def start(self, folder: Path, device: torch.device, recorder: Recorder, steps: int) -> ProfilerSession:
         """Begin a session whose files go to ``folder/profile``; ``recorder`` makes a ledger of one of its ``steps``."""
-        return Session()
+        return ProfilerSession()
 
 
 @dataclass
@@ -175,7 +174,7 @@ class TorchProfiler(Profiler):
         """The number of steps until the profile is complete."""
         return self.wait + self.warmup + self.active
 
-    def start(self, folder: Path, device: torch.device, recorder: Recorder, steps: int) -> Session:
+    def start(self, folder: Path, device: torch.device, recorder: Recorder, steps: int) -> ProfilerSession:
         return _TorchSession(self, folder / "profile", device)
 
 
@@ -194,7 +193,7 @@ class MemoryProfiler(Profiler):
     def __post_init__(self) -> None:
         check_number("profiler.at_step", self.at_step)
 
-    def start(self, folder: Path, device: torch.device, recorder: Recorder, steps: int) -> Session:
+    def start(self, folder: Path, device: torch.device, recorder: Recorder, steps: int) -> ProfilerSession:
         return _MemorySession(min(self.at_step, steps), folder / "profile", device, recorder)
 
 

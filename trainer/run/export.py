@@ -1,10 +1,9 @@
-"""The end of a run: the best weights, exported for use without this project."""
+"""The end of a run: the best weights, loaded, exported for use without this project, and shown at work."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
-from trainer.data.evaluation import Watch
 from trainer.files import BEST, remove_folder
 from trainer.parallel.shards import is_sharded
 from trainer.run_folder import RunFolder
@@ -23,69 +21,77 @@ from trainer.terminal import Terminal
 from trainer.trainer import Trainer
 
 
-def export_best(
-    trainer: Trainer,
-    folder: RunFolder,
-    best: dict[str, Any] | None,
-    terminal: Terminal,
-    watched: Callable[[], AbstractContextManager[Watch]],
-) -> tuple[str | None, list[str], dict[str, float]]:
-    """Load the best weights into the model, evaluate the test data with them, and export them to ``best/``.
-
-    Every rank calls it; only rank 0 writes.
+def load_best(trainer: Trainer, folder: RunFolder, best: dict[str, Any] | None, terminal: Terminal) -> int | None:
+    """Load the best weights that were saved into the model; every rank calls it.
 
     Args:
-        trainer: whose model takes the best weights.
+        trainer: whose model takes them.
         folder: of the run.
         best: ``step`` and ``value`` of the best validation score; None: there is none.
-        terminal: for warnings.
-        watched: is entered while the test data is evaluated, and may stop it.
+        terminal: shows the progress.
 
     Returns:
-        The closing text of the recipe, such as a sample of text; what could not be written; the metrics of the test
-        data, empty without any.
+        The step of the weights that the model has now, and that are to be exported; None: none are.
     """
-    config, missing = trainer.config, []
-    step = checkpoint.best_step(folder.checkpoints) if best is not None else None
-    if step not in (None, trainer.step):  # else the model has them
+    if best is None:
+        return None
+    step = checkpoint.best_step(folder.checkpoints)
+    if step is None:  # no checkpoint fitted on the disk; the weights alone may
+        return trainer.step if trainer.config.checkpoint.enabled else None
+    if step != trainer.step:
         with terminal.work("loading the best weights"):
             load(folder.checkpoints, step).restore(trainer.model, None, None, trainer.average)
-    test = {}
-    if trainer.datasets.test is not None:
-        with watched() as watch:
-            test = trainer.test(watch)
+    return step
+
+
+def whole_model(trainer: Trainer) -> nn.Module | None:
+    """Return the model with the weights that are evaluated, unsharded, on rank 0; every rank calls it."""
     averages = trainer.average.state_of_model()  # fp32, so that the model is built as the recipe builds it
-    build = trainer.build_model if averages is None else partial(config.recipe.build_model, trainer.datasets)
+    build = trainer.build_model if averages is None else partial(trainer.recipe.build_model, trainer.datasets)
     model = unsharded(trainer.model, build, averages)
-    if not trainer.world.is_main or model is None:
-        return None, [], test
-    if best is not None and config.checkpoint.enabled:
-        step = trainer.step if step is None else step  # no checkpoint fitted on the disk; the weights alone may
-        if step != best["step"]:
-            missing.append(
-                f"the best weights, of step {best['step']}, were not saved (those of step {step} are exported)"
-            )
+    return model if trainer.world.is_main else None
+
+
+def export_best(
+    trainer: Trainer, model: nn.Module, step: int, best: dict[str, Any], folder: RunFolder, terminal: Terminal
+) -> list[str]:
+    """Write a model to ``best/``; return what could not be written, in words for the user.
+
+    Args:
+        trainer: of the run.
+        model: see ``whole_model``.
+        step: of its weights.
+        best: ``step`` and ``value`` of the best validation score.
+        folder: of the run.
+        terminal: shows the progress.
+    """
+    missing = []
+    if trainer.config.checkpoint.enabled and step != best["step"]:
+        missing.append(f"the best weights, of step {best['step']}, were not saved (those of step {step} are exported)")
     unfinished = folder.path / f".{BEST}.partial"
-    if step is not None:
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        remove_folder(folder.path / BEST)  # a kill may follow
+        with terminal.work("exporting the best weights"):
+            trainer.recipe.export(model, trainer.datasets, unfinished)
+        unfinished.rename(folder.path / BEST)
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        try:
-            remove_folder(folder.path / BEST)  # a kill may follow
-            with terminal.work("exporting the best weights"):
-                trainer.recipe.export(model, trainer.datasets, unfinished)
-            unfinished.rename(folder.path / BEST)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            missing.append(f"the best weights could not be exported to {folder.path / BEST} ({error})")
+        missing.append(f"the best weights could not be exported to {folder.path / BEST} ({error})")
+    return missing
+
+
+def sample_text(trainer: Trainer, model: nn.Module, terminal: Terminal) -> str | None:
+    """Return the closing text of the recipe, such as a sample of what a language model writes, if it has one."""
+    if not trainer.config.tracking.epilogue:
+        return None
     model.eval()
-    text = None
-    with torch.no_grad(), config.precision.autocast(trainer.device):
-        try:
-            if config.tracking.epilogue:
-                with terminal.work("writing a sample"):
-                    text = config.recipe.closing_text(model.to(trainer.device), trainer.datasets, trainer.device)
-        except torch.OutOfMemoryError:  # trained in shards, the complete model may not fit on one device
-            terminal.warn("the complete model does not fit on the device; no sample is generated")
-    return text, missing, test
+    try:
+        with torch.no_grad(), trainer.config.precision.autocast(trainer.device), terminal.work("writing a sample"):
+            return trainer.recipe.closing_text(model.to(trainer.device), trainer.datasets, trainer.device)
+    except torch.OutOfMemoryError:  # trained in shards, the complete model may not fit on one device
+        terminal.warn("the complete model does not fit on the device; no sample is generated")
+        return None
 
 
 def unsharded(

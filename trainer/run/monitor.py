@@ -5,19 +5,26 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from trainer.config.schema import Config
 from trainer.errors import NonFiniteError
 from trainer.hardware import kind_of, peak_memory_bytes, reset_peak_memory
-from trainer.parallel.world import World
-from trainer.precision.scaler import Scaler, Scaling
+from trainer.precision.scaler import Scaling
 from trainer.profiling.utilisation import Utilisation
-from trainer.trainer import StepRecord
+from trainer.run.step_metrics import STEP_METRICS
+from trainer.trainer import StepRecord, Trainer
+
+_MEMORY_READ_S = 0.25
+"""Seconds between two readings of the peak memory: one takes as long as a step of a tiny model."""
+_OF_FAILURE = ("loss", "grad_norm", "loss_scale")
+"""Metrics of the step that ends a run, for who looks for the cause."""
 
 
 class NonFiniteGradients(NonFiniteError):
@@ -39,7 +46,7 @@ class NonFiniteGradients(NonFiniteError):
 
 @dataclass
 class _Window:
-    """The steps of one line of the log, as this process took them."""
+    """The time of one line of the log, as this process took its steps."""
 
     began: float
     """Time of the start by the clock, without what was paused."""
@@ -50,44 +57,50 @@ class _Window:
     disturbed: bool = False
 
 
-@dataclass(kw_only=True)
 class Monitor:
     """Collects step records, turns those of a log interval into metrics, and ends a run that is no longer finite.
 
-    Between log steps nothing here touches the device.
+    Between log steps nothing here touches the device. Which metrics there are is a table, ``STEP_METRICS``.
     """
 
-    log_every: int
-    last_step: int
-    unit: str
-    scaler: Scaler
-    recovers: bool
-    device: torch.device
-    world: World = field(default_factory=World)
-    utilisation: Utilisation = field(default_factory=Utilisation)
-    skipped_steps: int = 0
-    units: int = 0
-    """Units trained since this process started or resumed the run."""
-    first_loss: float = math.nan
-    """Loss of the first step since then, over all ranks."""
-    last_loss: float = math.nan
-    """Loss of the last one."""
-
-    def __post_init__(self) -> None:
-        self._skipped_in_a_row = 0
-        self._on_device: list[StepRecord] = []
-        self._losses: list[float] = []
-        self._last: dict[str, float] = {}
-        self._memory, self._memory_read = 0, -math.inf
-        self._window = _Window(time.perf_counter())
-        self._measured: list[_Window] = []
-        self._counted = time.perf_counter()
+    def __init__(self, trainer: Trainer[Config]) -> None:
+        config = trainer.config
+        self.trainer = trainer
+        self.log_every = config.log_every
+        self.unit = config.recipe.unit
+        self.scaler = config.scaler
+        self.recovers = trainer.loss_scale.recovers
+        """Whether a step with non-finite gradients is skipped, and training goes on."""
+        self.utilisation = Utilisation()
+        """What turns a throughput into MFU."""
+        self.units = 0
+        """Units trained since this process started or resumed the run."""
+        self.first_loss = math.nan
+        """Loss of the first step since then, over all ranks."""
+        self.last_loss = math.nan
+        """Loss of the last one."""
         self.trained_s = 0.0
         """Seconds since ``start``, without what was paused, until ``collect`` was called last."""
+        self._metrics = [*STEP_METRICS.values()]
+        self._pending: list[tuple[StepRecord, list[Tensor | float]]] = []
+        """Steps whose tensors the host has not read, with their values of each metric."""
+        self._interval: dict[str, list[float]] = {name: [] for name in STEP_METRICS}
+        """The values since the last line of the log, a checkpoint's among them."""
+        self._totals = {name: 0.0 for name, metric in STEP_METRICS.items() if metric.of_run}
+        self._skipped_in_a_row = 0
+        self._memory, self._memory_read = 0, -math.inf
+        self._counted = time.perf_counter()
+        self._window = _Window(self._counted)
+        self._measured: list[_Window] = []
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps of the whole run whose gradients were not finite, and which changed nothing."""
+        return int(self._totals["skipped_steps"])
 
     def start(self) -> None:
         """Start the clock of the first window, and measure the peak memory from here on."""
-        reset_peak_memory(self.device)
+        reset_peak_memory(self.trainer.device)
         self._counted = time.perf_counter()
         self._window = _Window(self._counted)
 
@@ -97,44 +110,51 @@ class Monitor:
         Raises:
             NonFiniteGradients: see ``collect``.
         """
-        self._on_device.append(record)
+        self._pending.append((record, [metric.value(record, self.trainer) for metric in self._metrics]))
         # The first step alone makes a window, so that what it warms up is not in the throughput of the others.
-        if record.step != 1 and record.step % self.log_every and record.step != self.last_step:
+        if record.step != 1 and record.step % self.log_every and record.step != self.trainer.plan.steps:
             return None
         self.collect()
-        return self._metrics()
+        return self._line()
 
     def collect(self) -> None:
-        """Copy the pending records to the host and check them.
+        """Copy the pending values to the host and check them. Nowhere else does training wait for the device.
 
         Raises:
             NonFiniteGradients: they were not finite and no loss scale can recover, or it has reached its limit.
         """
         before, self._counted = self._counted, time.perf_counter()
         self.trained_s += self._counted - before
-        if not self._on_device:
+        if not self._pending:
             return
-        records, self._on_device = self._on_device, []
-        names = ("loss", "grad_norm", "loss_scale", "skipped")
-        columns = [torch.stack([getattr(record, name) for record in records]).float() for name in names]
-        numbers = torch.stack(columns).cpu()
-        shares = numbers[0].clone()
-        numbers[0] = self.world.all_reduce_sum(numbers[0])  # each rank knows its own share of the loss
-        rows = numbers.T.tolist()
-        for number, (record, (loss, norm, scale, skipped)) in enumerate(zip(records, rows, strict=True)):
-            self._losses.append(loss)
-            self.last_loss = loss
-            if math.isnan(self.first_loss):
-                self.first_loss = loss
-            self._last = {"lr": record.lr, "grad_norm": norm, "loss_scale": scale}
-            self.units += record.units
-            self._window.units += record.units
-            self._window.steps += 1
-            if problem := self._problem(bool(skipped), loss, norm, scale):
-                failure = {"step": record.step, "loss": loss, "grad_norm": norm, "loss_scale": scale}
-                failure["rank"] = self._not_finite(shares[number])
-                failure["later_updates"] = sum(not later for *_, later in rows[number:])
-                raise NonFiniteGradients(f"step {record.step}: {problem}", failure, self._metrics())
+        records, values = zip(*self._pending, strict=True)
+        self._pending = []
+        columns: dict[str, list[Any]] = dict(zip(STEP_METRICS, map(list, zip(*values, strict=True)), strict=True))
+
+        # One copy of all tensors: a row for each metric, a column for each step.
+        names = [name for name, column in columns.items() if isinstance(column[0], Tensor)]
+        numbers = torch.stack([torch.stack(columns[name]).float() for name in names]).cpu()
+
+        # What each rank knows its own share of is added up; the shares tell which rank was not finite.
+        shares = numbers[names.index("loss")].clone()
+        for place, name in enumerate(names):
+            if STEP_METRICS[name].of_ranks:
+                numbers[place] = self.trainer.world.all_reduce_sum(numbers[place])
+        columns |= zip(names, numbers.tolist(), strict=True)
+
+        # The step with which training cannot go on is the last one that counts.
+        problem, taken = None, 0
+        for taken, skipped in enumerate(columns["skipped_steps"], 1):
+            self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+            if skipped and (problem := self._problem({name: column[taken - 1] for name, column in columns.items()})):
+                break
+        self._count(records[:taken], {name: column[:taken] for name, column in columns.items()})
+        if problem is not None:
+            record = records[taken - 1]
+            failure = {"step": record.step} | {name: columns[name][taken - 1] for name in _OF_FAILURE}
+            failure["rank"] = self._not_finite(shares[taken - 1])
+            failure["later_updates"] = sum(not skipped for skipped in columns["skipped_steps"][taken:])
+            raise NonFiniteGradients(f"step {record.step}: {problem}", failure, self._line())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -169,38 +189,55 @@ class Monitor:
         return statistics.median(window.units / window.seconds for window in windows), seconds
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to report the same numbers; call ``collect`` first."""
-        return {
-            "skipped_steps": self.skipped_steps,
-            "skipped_in_a_row": self._skipped_in_a_row,
-            "losses": self._losses,
-            "last": self._last,
-        }
+        """Return what a resumed run needs to report the same numbers, as JSON types; call ``collect`` first."""
+        return {"interval": self._interval, "totals": self._totals, "skipped_in_a_row": self._skipped_in_a_row}
+
+    def state_before_failure(self) -> dict[str, Any]:
+        """Return ``state_dict`` without the step that has just ended the run."""
+        totals = self._totals | {"skipped_steps": self._totals["skipped_steps"] - 1}
+        empty: dict[str, list[float]] = {name: [] for name in self._interval}
+        return {"interval": empty, "totals": totals, "skipped_in_a_row": self._skipped_in_a_row - 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
-        self.skipped_steps = state["skipped_steps"]
+        # A metric may be newer than the checkpoint.
+        self._interval = {name: list(state["interval"].get(name, ())) for name in self._interval}
+        self._totals = {name: state["totals"].get(name, 0.0) for name in self._totals}
         self._skipped_in_a_row = state["skipped_in_a_row"]
-        self._losses = list(state["losses"])
-        self._last = dict(state["last"])
 
-    def _metrics(self) -> dict[str, float]:
+    def _count(self, records: Sequence[StepRecord], columns: dict[str, list[float]]) -> None:
+        """Add steps to the interval of the log and to the sums of the run."""
+        for name, column in columns.items():
+            self._interval[name] += column
+            if name in self._totals:
+                self._totals[name] += sum(column)
+        if math.isnan(self.first_loss):
+            self.first_loss = columns["loss"][0]
+        self.last_loss = columns["loss"][-1]
+        units = sum(record.units for record in records)
+        self.units += units
+        self._window.units += units
+        self._window.steps += len(records)
+
+    def _line(self) -> dict[str, float]:
         """Return the metrics of the window that ends now, and begin the next one."""
         window, now = self._window, time.perf_counter()
         window.seconds = now - window.began
         self._window = _Window(now)
         if not window.disturbed:
             self._measured.append(window)
-        if now > self._memory_read + 0.25:  # reading it takes as long as a step of a tiny model
-            self._memory, self._memory_read = peak_memory_bytes(self.device), now
-        losses, self._losses = self._losses, []
         metrics = {
-            "loss": math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan,
-            **self._last,
-            "skipped_steps": float(self.skipped_steps),
+            name: self._totals[name] if metric.of_run else metric.combine(self._interval[name])
+            for name, metric in STEP_METRICS.items()
+        }
+        self._interval = {name: [] for name in STEP_METRICS}
+        device = self.trainer.device
+        if now > self._memory_read + _MEMORY_READ_S:
+            self._memory, self._memory_read = peak_memory_bytes(device), now
+        metrics |= {
             f"{self.unit}_per_s": window.units / window.seconds,
             "step_time_s": window.seconds / window.steps,
-            "memory_bytes" if kind_of(self.device).own_memory else "process_memory_bytes": float(self._memory),
+            "memory_bytes" if kind_of(device).own_memory else "process_memory_bytes": float(self._memory),
         }
         if (mfu := self.utilisation.mfu(metrics[f"{self.unit}_per_s"])) is not None:
             metrics["mfu"] = mfu
@@ -208,20 +245,16 @@ class Monitor:
             metrics["checkpoint_stall_s"] = window.stall_s
         return metrics
 
-    def _problem(self, skipped: bool, loss: float, norm: float, scale: float) -> str | None:
-        """Count a skipped step; return why training cannot continue after it."""
-        if not skipped:
-            self._skipped_in_a_row = 0
-            return None
-        self.skipped_steps += 1
-        self._skipped_in_a_row += 1
+    def _problem(self, values: dict[str, float]) -> str | None:
+        """Return why training cannot continue after a skipped step; None: it can."""
+        loss = values["loss"]
         if not self.recovers:
             return (
-                f"the gradients are not finite (loss {loss:g}, gradient norm {norm:g}); the update was not applied "
-                "and the weights are those before this step"
+                f"the gradients are not finite (loss {loss:g}, gradient norm {values['grad_norm']:g}); the update was "
+                "not applied and the weights are those before this step"
             )
         assert isinstance(self.scaler, Scaling)
-        if scale <= self.scaler.floor:
+        if values["loss_scale"] <= self.scaler.floor:
             return (
                 f"the gradients overflow at the smallest loss scale allowed "
                 f"(scaler.floor_scale={self.scaler.floor:g}); lower the learning rate or use precision=bf16"
@@ -234,9 +267,10 @@ class Monitor:
             )
         return None
 
-    def _not_finite(self, share: torch.Tensor) -> list[int]:
+    def _not_finite(self, share: Tensor) -> list[int]:
         """Return the ranks whose own ``share`` of a step's loss is not finite; every rank has to ask."""
-        flags = torch.zeros(self.world.size)
-        flags[self.world.rank] = ~share.isfinite()
-        ranks: list[int] = self.world.all_reduce_sum(flags).nonzero().flatten().tolist()
+        world = self.trainer.world
+        flags = torch.zeros(world.size)
+        flags[world.rank] = ~share.isfinite()
+        ranks: list[int] = world.all_reduce_sum(flags).nonzero().flatten().tolist()
         return ranks

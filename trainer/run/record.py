@@ -45,26 +45,31 @@ def write_config(folder: RunFolder, config: Config) -> dict[str, Any]:
 
 def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:
     """Return the content of precision.json, and what turns the run's throughput into MFU."""
-    config, name = trainer.config, trainer.config.precision.format.number.name
-    found = manifest_of(config.precision, trainer.hardware, trainer.fp32_modules)
-    effective, rates = found["effective"], partial(matmul_rates, trainer.hardware, tuple(dict.fromkeys(("fp32", name))))
+    config, precision, hardware = trainer.config, trainer.config.precision, trainer.hardware
+    name = precision.format.number.name
+
+    # What was set in this process, and what became of the model's weights.
+    manifest = manifest_of(precision, hardware, trainer.fp32_modules)
+    effective = manifest["effective"]
+    rates = partial(matmul_rates, hardware, tuple(dict.fromkeys(("fp32", name))))
     effective["matmul_tflops"] = trainer.world.run_on_main(rates)
     effective |= dtypes_in_use(trainer.model, trainer.optimizer)
-    if config.precision.fp32_ops:
-        effective["fp32_ops"] = config.precision.fp32_ops
+    if precision.fp32_ops:
+        effective["fp32_ops"] = precision.fp32_ops
     effective["kernels"] = trainer.kernels
-    precision, hardware = config.precision, trainer.hardware
     not_timed = not_timed_here(precision.mode, hardware, precision.kernels, trainer.convolves)
-    effective["arithmetic"] = not_timed or f"{found['support']} on this hardware"
+    effective["arithmetic"] = not_timed or f"{manifest['support']} on this hardware"
+
+    # One forward pass shows what each module computes in, and how many FLOP a sample takes.
     flops, modules = ModelFlops(), DtypeRecorder(trainer.model)
     trainer.observe(flops, modules)
     per_unit, unknown = flops.per_unit(config.recipe.unit, config.recipe.count_units(trainer.first_samples()))
-    return found | {"modules": modules.modules()}, Utilisation(
+    return manifest | {"modules": modules.modules()}, Utilisation(
         flops_per_unit=per_unit,
         unknown=unknown or (None if name in effective["matmul_tflops"] else f"{name} matmuls are not timed here"),
         format=name,
         measured_tflops=effective["matmul_tflops"].get(name),
-        data_sheet_tflops=data_sheet(trainer.hardware.name, name),
+        data_sheet_tflops=data_sheet(hardware.name, name),
         devices=trainer.world.size,
     )
 
@@ -88,6 +93,7 @@ def open_metric_log(
         saved: the step of the checkpoint that the run continues from; None: a new run.
     """
     config = trainer.config
+    # Tags: by what runs are found and grouped there.
     hardware = {f"hardware.{name}": value for name, value in trainer.hardware.facts().items()}
     tags = {
         "recipe": config.recipe.name,
@@ -108,6 +114,7 @@ def open_metric_log(
     tags |= config.tags | ({"note": config.note} if config.note else {})
     if git:
         tags |= {"mlflow.source.git.commit": git["commit"], "git.dirty": git["dirty"]}
+    # A run that keeps no checkpoints has none to send, unless it was asked to.
     sent = config.tracking.checkpoints
     run = TrackedRun(
         experiment=config.tracking.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or config.recipe.name,
@@ -122,7 +129,9 @@ def open_metric_log(
         log.warning(
             "%s is ignored: each run has its own; set tracking.experiment, or unset it", ", ".join(sorted(ignored))
         )
-    return MetricLog(config.tracking, folder, run, saved)
+    metric_log = MetricLog(config.tracking, folder, run)
+    metric_log.begin(saved)
+    return metric_log
 
 
 def record_failure(
@@ -138,24 +147,22 @@ def record_failure(
         error: of the step.
         trainer: after it.
         folder: of the run.
-        progress: see ``CheckpointWriter.save``.
+        progress: see ``CheckpointWriter.save``, as it was before the step.
     """
     world, saved = trainer.world, None
     facts: dict[str, Any] = {"checkpoint": None, "generators": None}
     if not error.failure["later_updates"] and not world.run_on_main(lambda: checkpoint.steps(folder.checkpoints)):
         training = trainer.state_dict() | {"step": error.failure["step"] - 1}
         training["loss_scale"]["scale"] = error.failure["loss_scale"]
-        monitor = progress["monitor"] | {"losses": [], "last": {}}
-        monitor |= {key: monitor[key] - 1 for key in ("skipped_steps", "skipped_in_a_row")}  # without the failed step
-        snapshot = Snapshot.of(training, progress | {"monitor": monitor}, world)
+        snapshot = Snapshot.of(training, progress, world)
         try:
             saved = checkpoint.write(folder.path / FAILURE, snapshot, None, world)
             facts |= {"checkpoint": f"{FAILURE}/{saved.name}", "generators": f"of step {trainer.step}"}
         except CheckpointNotWritten as problem:
             log.warning("the weights before step %d were not saved (%s)", error.failure["step"], problem)
     facts |= {"micro_batch_size": trainer.plan.batching.micro_batch_size, "message": str(error)}
-    found: dict[str, Any] = countable(error.failure | facts)
-    return found
+    failure: dict[str, Any] = countable(error.failure | facts)
+    return failure
 
 
 def forget_failure(folder: RunFolder) -> None:

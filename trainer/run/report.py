@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.text import Text
@@ -20,6 +20,7 @@ from mantissa.display import about, counted, duration, quantity, size
 from mantissa.formats import BF16, FP32
 from mantissa.names import format_name as format_name_of
 from trainer.checkpoint import store as checkpoint
+from trainer.config.schema import Config
 from trainer.errors import RunError
 from trainer.files import BEST, PRECISION_FILE, PROJECT, read_object, run_facts
 from trainer.hardware import NATIVE, Hardware
@@ -31,9 +32,6 @@ from trainer.run.summary import rate_in_short, scores_in_short, summary_lines
 from trainer.run_folder import RunFolder
 from trainer.terminal import Terminal
 from trainer.trainer import Trainer
-
-if TYPE_CHECKING:
-    from trainer.run.run import Run
 
 
 def _identity(hardware: Hardware, processes: int) -> str:
@@ -47,13 +45,13 @@ def _identity(hardware: Hardware, processes: int) -> str:
     return f"Mantissa {mantissa.__version__} · torch {torch.__version__} · {device} · {memory}"
 
 
-def title(trainer: Trainer, folder: Path) -> str:
-    """Return the run's name, and where it goes on."""
-    return folder.name + (f", resumed after step {trainer.step}" if trainer.step else "")
+def title(folder: Path, step: int) -> str:
+    """Return the run's name, and where this process began."""
+    return folder.name + (f", resumed after step {step}" if step else "")
 
 
 def show_start(
-    terminal: Terminal, trainer: Trainer, manifest: dict[str, Any], folder: Path, decisions: list[Decision]
+    terminal: Terminal, trainer: Trainer, manifest: dict[str, Any], folder: Path, decisions: Sequence[Decision]
 ) -> None:
     """Show what trains, what was chosen, and warn about what will not be as the user expects."""
     config, batching = trainer.config, trainer.plan.batching
@@ -61,13 +59,15 @@ def show_start(
     for sentence in filter(None, [slow, *warnings(trainer, folder)]):
         terminal.warn(sentence)
     rows = start_rows(trainer, manifest, folder, decisions)
-    chosen = {each.key: (str(_shown(each.value)), each.why) for each in decisions if each.key != "init_from"}
+    # What was said of the weights of ``init_from`` has a row of its own.
+    options = [decision for decision in decisions if decision.key != "init_from"]
+    chosen = {decision.key: (str(_shown(decision.value)), decision.why) for decision in options}
     if chosen and not config.why:
         said = {"micro_batch_size"} if batching.accumulation == batching.ranks == 1 else {}  # by batch_size
         short = [f"{key.rpartition('.')[2]}={value}" for key, (value, _) in chosen.items() if key not in said]
         rows.append(("auto", Text(f"{' '.join(short)}   (--why)", "dim")))
     terminal.note(_identity(trainer.hardware, trainer.world.size), "dim")
-    terminal.block(title(trainer, folder), rows)
+    terminal.block(title(folder, trainer.step), rows)
     if config.why:
         reasons = [(f"{key}={value}", why) for key, (value, why) in chosen.items()]
         terminal.block("chosen automatically (override any of them)", reasons)
@@ -81,7 +81,7 @@ def _shown(value: object) -> object:
 
 
 def start_rows(
-    trainer: Trainer, manifest: dict[str, Any], folder: Path, decisions: list[Decision]
+    trainer: Trainer, manifest: dict[str, Any], folder: Path, decisions: Sequence[Decision]
 ) -> list[tuple[str, str | Text]]:
     """Return what trains, from which weights, on what, in which precision, in which batches; no option's default."""
     config, plan = trainer.config, trainer.plan
@@ -95,9 +95,9 @@ def start_rows(
     source = run_facts(folder, "init_from")
     step = f", step {source['step']}" if source.get("step") is not None else ""  # else another program's file
     weights = [f"of {source['run']}{step}"] if source else []
-    for each in decisions:
-        if each.key == "init_from":
-            weights.append(each.why if each.value == source.get("run") else f"{each.value}: {each.why}")
+    for key, value, why in decisions:
+        if key == "init_from":
+            weights.append(why if value == source.get("run") else f"{value}: {why}")
     epochs = quantity(plan.steps * plan.batching.batch_size / len(trainer.datasets.train))
     length = f"{counted(plan.steps, 'step')} · {epochs} epoch{'' if epochs == '1' else 's'}"
     rows: dict[str, str | Text | None] = {
@@ -172,25 +172,25 @@ def _optimizer(trainer: Trainer) -> str:
 
 def warnings(trainer: Trainer, folder: Path) -> list[str]:
     """Return what will not be as the user expects: options without their effect, other kernels than before a resume."""
-    found, plan = [], trainer.plan
+    sentences, plan = [], trainer.plan
     before = read_object(folder / PRECISION_FILE).get("effective")
     if isinstance(before, dict) and before.get("kernels") != trainer.kernels:
-        found.append(
+        sentences.append(
             "some 16-bit operators have other kernels than before the resume, because the processor, precision.kernels "
             "or the version differs: results differ by rounding"
         )
     samples, patience = len(trainer.datasets.train), trainer.config.early_stopping.patience
     if plan.batching.batch_size > samples:
-        found.append(
+        sentences.append(
             f"batch_size={plan.batching.batch_size} is more than the {samples} training samples, so a step repeats "
             "some; set a smaller batch_size"
         )
     if patience is not None and plan.evaluations < patience + 2:
-        found.append(
+        sentences.append(
             f"early_stopping.patience={patience} cannot end this run, which has "
             f"{counted(plan.evaluations, 'evaluation')}; set a smaller eval_every"
         )
-    return found
+    return sentences
 
 
 def _evaluation(trainer: Trainer) -> str:
@@ -202,39 +202,61 @@ def _evaluation(trainer: Trainer) -> str:
     return "; ".join(parts)
 
 
-def show_end(terminal: Terminal, run: Run, summary: dict[str, Any], texts: Sequence[str]) -> None:
-    """Show the result, the texts of a profile and of the recipe, where everything is, and what to do with it."""
-    took = duration(run.totals()["wall_time_s"])
+def show_end(
+    terminal: Terminal,
+    title: str,
+    took_s: float,
+    summary: dict[str, Any],
+    texts: Sequence[str],
+    following: Sequence[tuple[str, str]],
+) -> None:
+    """Show the result, the texts of a profile and of the recipe, where everything is, and what to do with it.
+
+    Args:
+        terminal: what the user sees.
+        title: see ``title``.
+        took_s: seconds of the whole run.
+        summary: the content of summary.json.
+        texts: of several lines each, or of one, which is cut to the terminal's width.
+        following: see ``following``.
+    """
+    took = duration(took_s)
     if terminal.brief:
         parts = (scores_in_short(summary), rate_in_short(summary), took)
-        terminal.outcome(f"{run.title}  {' · '.join(filter(None, parts))}")
+        terminal.outcome(f"{title}  {' · '.join(filter(None, parts))}")
     done = f"\nDone in {took} (training {duration(summary['train_time_s'])})"
     terminal.block(done, [("", line) for line in summary_lines(summary)], "bold green")
     for text in texts:
         line = text if len(text) < terminal.width - 1 else f"{text[: terminal.width - 3]}…"
         terminal.note(*((text,) if "\n" in text else (f"  {line}", "dim")))
     terminal.note()
-    for number, (what, about_it) in enumerate(_next(run)):
+    for number, (what, about_it) in enumerate(following):
         terminal.note(Text.assemble((f"{what:<26}", "" if number else "bold"), f"  {about_it}" if about_it else ""))
 
 
-def _next(run: Run) -> list[tuple[str, str]]:
-    """Return where the best weights are, and the commands that go on from a run, with what they do not say."""
-    config, folder, scripts = run.config, run.folder.path, os.path.relpath(PROJECT / "scripts")
-    found = [(str(folder), "")]
+def following(config: Config, folder: Path, mlflow: str) -> list[tuple[str, str]]:
+    """Return where the best weights are, and the commands that go on from a run, with what they do not say.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        mlflow: the address of the run there; empty: it is not there.
+    """
+    scripts = os.path.relpath(PROJECT / "scripts")
+    lines = [(str(folder), "")]
     if (folder / BEST).exists():
         about_it = read_object(folder / BEST / "config.json")
         opens = "transformers" if "architectures" in about_it else about_it.get("library")
-        found = [(str(folder / BEST), f"opens in {opens}" if opens else "")]
+        lines = [(str(folder / BEST), f"opens in {opens}" if opens else "")]
         if command := config.recipe.shown_by.format(run=shlex.quote(f"run={folder}")):
-            found.append((f"python {scripts}/{command}", ""))
-    typed = [each for each in sys.argv[1:] if re.match(r"(recipe|data|experiment)[.=]", each)]
-    if any(each.startswith(("recipe=", "experiment=")) for each in typed):  # else a resumed run, or another program's
+            lines.append((f"python {scripts}/{command}", ""))
+    typed = [option for option in sys.argv[1:] if re.match(r"(recipe|data|experiment)[.=]", option)]
+    if any(option.startswith(("recipe=", "experiment=")) for option in typed):  # else a resumed run, or another program
         modes = dict.fromkeys((FP32.name, BF16.name if config.precision.mode == FP32.name else config.precision.mode))
-        found.append((f"python {scripts}/compare.py {shlex.join(typed)} arms={','.join(modes)} seeds=5", ""))
-    if run.metric_log and (address := run.metric_log.run.address):
-        found.append((f"python {scripts}/ui.py", f"all runs in MLflow; this one is {address}"))
-    return found
+        lines.append((f"python {scripts}/compare.py {shlex.join(typed)} arms={','.join(modes)} seeds=5", ""))
+    if mlflow:
+        lines.append((f"python {scripts}/ui.py", f"all runs in MLflow; this one is {mlflow}"))
+    return lines
 
 
 def stop_message(signum: int, step: int, folder: RunFolder, enabled: bool, command: str) -> str:
@@ -260,6 +282,4 @@ def unfinished(missing: list[str], steps: int, folder: RunFolder, command: str) 
     finish = f"free disk space, then finish it with:\n  {command}"
     if not checkpoint.steps(folder.checkpoints):
         finish = "free disk space and start it again: it has no checkpoint"
-    error = RunError(f"all {steps} steps are done, but {'; '.join(missing)}; {finish}")
-    error.shared = True
-    return error
+    return RunError(f"all {steps} steps are done, but {'; '.join(missing)}; {finish}", shared=True)

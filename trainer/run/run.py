@@ -1,13 +1,15 @@
-"""One run: the loop over optimizer steps, what happens between two of them, and the end."""
+"""One run: the loop over optimizer steps, what happens between two of them, and the end.
+
+``Run.train`` reads from top to bottom: next batch, step, log, evaluate, save, stop. What is below it is one thing each.
+"""
 
 from __future__ import annotations
 
 import logging
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from typing import Any, ClassVar
 
 from mantissa.display import finite
@@ -16,20 +18,21 @@ from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
 from trainer.config.step import Plan
 from trainer.data.contract import Batch, fingerprint
-from trainer.data.evaluation import Watch
+from trainer.data.evaluation import Progress
 from trainer.errors import Interrupted, NonFiniteError, RunError, UserError, first_line
 from trainer.files import PRECISION_FILE, SUMMARY_FILE, read_json, read_object, remove_folder, write_json
 from trainer.parallel.world import World
-from trainer.profiling.profiler import Profiler
+from trainer.profiling.diagnostics import DiagnosticsSession
+from trainer.profiling.profiler import ProfilerSession
 from trainer.recipe import Decision, UserRecipe
 from trainer.run import report
-from trainer.run.export import export_best
+from trainer.run.export import export_best, load_best, sample_text, whole_model
 from trainer.run.monitor import Monitor, NonFiniteGradients
 from trainer.run.provenance import doctor_command, git_facts, resume_command
 from trainer.run.record import forget_failure, observed, open_metric_log, record_failure, write_config
 from trainer.run.scores import PREFIX, Score, Scores
 from trainer.run.signals import Signals
-from trainer.run.summary import run_summary, unreadable_samples
+from trainer.run.summary import results, unreadable_samples
 from trainer.run.table import Table
 from trainer.run_folder import RunFolder
 from trainer.terminal import Terminal
@@ -39,92 +42,99 @@ from trainer.trainer import StepRecord, Trainer
 log = logging.getLogger("mantissa")
 
 
-class EvaluationStopped(Exception):
-    """A signal requested a stop during an evaluation, which has no result then."""
-
-
 class Run:
     """Trains to the last step: profiles, logs, evaluates, saves and stops.
 
     Every rank has one, because all of them have to evaluate, save and stop after the same steps. Only the
-    one of rank 0 prints, logs and profiles.
+    one of rank 0 prints, logs and profiles. First it may be restored; then ``begin`` writes what is recorded of every
+    run; then ``train``.
+
+    Args:
+        trainer: ready for its first step.
+        folder: of the run, which this process has locked.
+        terminal: what the user sees.
+        signals: requests to stop or to save.
+        began: when the command was given, on the monotonic clock; None: now.
     """
 
     trainer_class: ClassVar[type[Trainer]] = Trainer
 
     def __init__(
-        self,
-        trainer: Trainer,
-        folder: RunFolder,
-        saved: CheckpointReader | None,
-        terminal: Terminal,
-        signals: Signals,
-        decisions: list[Decision],
-        began: float | None = None,
+        self, trainer: Trainer, folder: RunFolder, terminal: Terminal, signals: Signals, began: float | None = None
     ) -> None:
-        """Restore the checkpoint, if there is one, and record the facts of this run.
-
-        Args:
-            trainer: ready for its first step.
-            folder: of the run, which this process has locked.
-            saved: the checkpoint that the run continues from; None: a new run.
-            terminal: what the user sees.
-            signals: requests to stop or to save.
-            decisions: the options that were chosen automatically, to be shown.
-            began: when the command was given, on the monotonic clock; None: now.
-        """
-        self.trainer = trainer
+        config = trainer.config
+        self.trainer, self.config = trainer, config
         self.world: World = trainer.world
-        self.config = trainer.config
         self.plan: Plan = trainer.plan
-        self.folder = folder
-        self.terminal = terminal
-        self.signals = signals
+        self.folder, self.terminal, self.signals = folder, terminal, signals
+        self.command = resume_command(folder.path)
+        """The command that continues the run."""
+        self.began = began or time.monotonic()
+        self.fingerprint = fingerprint(trainer.datasets.train, trainer.datasets.valid)
+        """Hash of the data, which must be the same on resume."""
+
+        # What the steps leave behind.
+        self.scores = Scores(config, trainer.metrics.lower_is_better)
+        self.monitor = Monitor(trainer)
+        self.table = Table(terminal, self.plan, self.monitor)
+        self.writer = CheckpointWriter(
+            config.checkpoint, folder.checkpoints, self.world, infinite_buffers(trainer.model)
+        )
+        self.metric_log: MetricLog | None = None
+        """Log of the metrics, from ``begin`` on; on rank 0 alone."""
+        self.profiler, self.diagnostics = ProfilerSession(), DiagnosticsSession()
+        self.git: dict[str, str] = {}
+
+        # How it goes.
+        self.has_stepped = False
+        """Whether this process has taken a step."""
         self.stopped_by: int | None = None
         """The signal that ended training, as all ranks agreed."""
-        self.command = resume_command(folder.path)
-        self.scores = Scores(self.config, trainer.metrics.lower_is_better)
         self.failure: dict[str, Any] | None = None
         """The step that was not finite, see ``record_failure``."""
-        self.begun = False
-        """Whether this process has taken a step."""
-        self.began = began or time.monotonic()
-        self.before: dict[str, Any] = {}
+        self.spent_before: dict[str, Any] = {}
         """What earlier processes spent on this run, see ``totals``."""
-        masks = infinite_buffers(trainer.model)
-        self.writer = CheckpointWriter(self.config.checkpoint, folder.checkpoints, self.world, masks)
-        self.monitor = Monitor(
-            log_every=self.config.log_every,
-            last_step=self.plan.steps,
-            unit=self.config.recipe.unit,
-            scaler=self.config.scaler,
-            recovers=trainer.loss_scale.recovers,
-            device=trainer.device,
-            world=self.world,
-        )
-        self.fingerprint = fingerprint(trainer.datasets.train, trainer.datasets.valid)
         self._resumed_at: int | None = None
-        if saved is not None:
-            self._restore(saved)
-            if self.config.checkpoint.enabled:
-                self.writer.prune()
-        self.title = report.title(trainer, folder.path)
-        self.table = Table(terminal, self.plan, self.monitor)
+
+    def restore(self, saved: CheckpointReader) -> None:
+        """Continue from a checkpoint.
+
+        Raises:
+            UserError: the data has changed since, or the checkpoint is not of this model.
+        """
+        if saved.progress["data"] != self.fingerprint:
+            raise UserError(
+                f"resume: the data of {self.folder.path} has changed since its last checkpoint; "
+                "put the files back as they were, or start a new run without resume="
+            )
+        self.trainer.restore(saved)
+        self.monitor.load_state_dict(saved.progress["monitor"])
+        self.scores.load_state_dict(saved.scores)
+        self._resumed_at = saved.step
+        ended = read_object(self.folder.path / SUMMARY_FILE)  # has what followed the checkpoint, too
+        self.spent_before = ended if ended.get("step") == saved.step else saved.totals
+        if self.config.checkpoint.enabled:
+            self.writer.prune()
+
+    def begin(self, decisions: Sequence[Decision]) -> None:
+        """Record the facts of this run, show them, and open the metric log.
+
+        Args:
+            decisions: the options that were chosen automatically.
+        """
+        trainer, config, folder = self.trainer, self.config, self.folder
         self.git = git_facts()
-        self.manifest, self.monitor.utilisation = observed(trainer)
-        self.metric_log: MetricLog | None = None
+        manifest, self.monitor.utilisation = observed(trainer)
         if self.world.is_main:
-            options = write_config(folder, self.config)
-            report.show_start(terminal, trainer, self.manifest, folder.path, decisions)
-            write_json(folder.path / PRECISION_FILE, self.manifest)
+            options = write_config(folder, config)
+            report.show_start(self.terminal, trainer, manifest, folder.path, decisions)
+            write_json(folder.path / PRECISION_FILE, manifest)
             forget_failure(folder)
-            self.metric_log = open_metric_log(trainer, folder.path, options, self.manifest, self.git, self._resumed_at)
-        profiler = self.config.profiler if self.world.is_main else Profiler()
-        self.profiler = profiler.start(folder.path, trainer.device, trainer.ledger, self.plan.steps - trainer.step)
-        half = self.config.precision.half
-        self.diagnostics = self.config.diagnostics.start(
-            trainer.model, trainer.update, half, self.plan.steps, self.world
-        )
+            self.metric_log = open_metric_log(trainer, folder.path, options, manifest, self.git, self._resumed_at)
+            steps_left = self.plan.steps - trainer.step
+            self.profiler = config.profiler.start(folder.path, trainer.device, trainer.ledger, steps_left)
+        half = config.precision.half
+        self.diagnostics = config.diagnostics.start(trainer.model, trainer.update, half, self.plan.steps, self.world)
 
     def train(self) -> dict[str, Any]:
         """Train to the last step and return the summary, which is also in summary.json.
@@ -134,53 +144,80 @@ class Run:
             NonFiniteError: training turned non-finite.
             RunError: all steps are taken, but the best weights or the summary could not be written.
         """
+        trainer, monitor, saving = self.trainer, self.monitor, self.config.checkpoint
+        first_step = "compiling the model" if self.config.compile.mode != "off" else "taking the first step"
         try:
-            self._take_steps()
+            self.signals.ahead = f"finishing the step, {self._saving}"
+            monitor.start()
+            if trainer.step == 0 and self.config.init_from:
+                self._evaluate_first()
+
+            with closing(trainer.batches()) as batches:
+                while not self.complete and self.stopped_by is None:
+                    if not self.unevaluated:  # else an earlier process was stopped between this step and its evaluation
+                        with nullcontext() if self.has_stepped else self.terminal.work(first_step):
+                            # The next batch, outside of the profile: data in memory is not the step's memory.
+                            microbatches = self._next(batches)
+
+                            # One optimizer step.
+                            with self._profiled():
+                                record = self.step(microbatches)
+                            self.has_stepped = True
+
+                            # Log. Once per interval the host waits for the device, and not finite means the end.
+                            self.log(record)
+
+                    # Has any rank been told to stop, or to save? Asked once, so that all of them do the same: what
+                    # comes later is seen by the evaluation, or after the next step.
+                    stop, save = self.world.all_reduce_max_each([self.signals.stop or 0, self.signals.take_save()])
+                    self.stopped_by = stop or None
+
+                    # Evaluate. A run that stops saves at once, and is evaluated when it is resumed.
+                    score = None
+                    if self.unevaluated and not stop:
+                        with monitor.paused():
+                            score = self.evaluate()
+
+                    # Save: when it is due, what is the best so far, before a stop, and at the end.
+                    due = saving.due(trainer.step, score is not None, self.plan.save_every)
+                    due = due or self.complete or (score is not None and score.improved)
+                    if saving.enabled and (due or self.stopped_by or save):
+                        with monitor.paused():
+                            self._save(score)
+                        if save:
+                            self.terminal.note(f"step {trainer.step}/{self.plan.steps}  saved (requested by a signal)")
+
+            # The loop has ended: all steps are taken, early stopping had enough, or a signal stopped it.
+            monitor.collect()
+            with self.terminal.work("writing the checkpoint"):
+                self.writer.finish()
             summary, missing = self._finish() if self.complete else ({}, [])
-        except Interrupted as last:  # do nothing that takes time
-            self.terminal.end_progress()
-            if self.metric_log:
-                self.metric_log.abandon()
-            raise Interrupted(f"{last}. {report.last_good(self.folder)}", last.exit_code - 128) from None
+        except Interrupted as second:
+            raise self._abandoned(second) from None
         except BaseException as error:
-            cause = self._record_failure(error) if isinstance(error, NonFiniteGradients) else ""
-            self._close(error.status if isinstance(error, RunError) else "FAILED")
+            advice = self._failed(error)
             if isinstance(error, NonFiniteError):
-                raise NonFiniteError(f"{error}. {report.last_good(self.folder)}{cause}") from error
+                raise NonFiniteError(f"{error}. {advice}") from error
             raise
-        step = self.trainer.step
-        if self.stopped_by is not None and summary:  # a sweep must not begin another run
-            name = signal.Signals(self.stopped_by).name
-            raise Interrupted(f"received {name} at the end of the run, which is complete", self.stopped_by)
         if self.stopped_by is not None:
-            with suppress(Interrupted):  # a second Ctrl-C while MLflow is waited for
-                self._close("KILLED")
-            saves = self.config.checkpoint.enabled
-            message = report.stop_message(self.stopped_by, step, self.folder, saves, self.command)
-            raise Interrupted(message, self.stopped_by)
+            raise self._stopped(self.stopped_by, complete=bool(summary))
         if self.world.all_reduce_max(len(missing)):
-            raise report.unfinished(missing, step, self.folder, self.command)
-        if verdict := self.config.debug.check(self.monitor.first_loss, self.monitor.last_loss, step):
+            raise report.unfinished(missing, trainer.step, self.folder, self.command)
+        if verdict := self.config.debug.check(monitor.first_loss, monitor.last_loss, trainer.step):
             self.terminal.note(verdict)
         return summary
 
-    def _take_steps(self) -> None:
-        """Take the steps that are left, or as many as signals allow, and write the last checkpoint."""
-        self.signals.ahead = f"finishing the step, {self._saving}"
-        self.monitor.start()
-        beginning = "compiling the model" if self.config.compile.mode != "off" else "taking the first step"
-        if self.trainer.step == 0 and self.config.init_from:
-            self._evaluate_first()
-        if self.unevaluated:  # the run was stopped before it came to that
-            self.after_step()
-        with closing(self.trainer.batches()) as batches:
-            while not self.complete and self.stopped_by is None:
-                with nullcontext() if self.begun else self.terminal.work(beginning):
-                    self._take_step(batches)
-                self.after_step()
-        self.monitor.collect()
-        with self.terminal.work("writing the checkpoint"):
-            self.writer.finish()
+    # --- what the loop asks ---
+
+    @property
+    def unevaluated(self) -> bool:
+        """Whether an evaluation is due after the last step that was taken."""
+        return self.plan.evaluates(self.trainer.step) and self.scores.step != self.trainer.step
+
+    @property
+    def complete(self) -> bool:
+        """Whether all steps are taken and evaluated, or early stopping has ended the run."""
+        return not self.unevaluated and (self.trainer.step == self.plan.steps or self.scores.exhausted)
 
     def totals(self) -> dict[str, Any]:
         """Return what the run has spent so far, with what earlier processes spent on what it was resumed from."""
@@ -189,32 +226,13 @@ class Run:
             "train_time_s": self.monitor.trained_s,  # without evaluation and saving
             "units": self.monitor.units,
         }
-        return {key: value + (self.before.get(key) or 0) for key, value in spent.items()}
+        return {key: value + (self.spent_before.get(key) or 0) for key, value in spent.items()}
 
     @property
-    def complete(self) -> bool:
-        """Whether all steps are taken and evaluated, or early stopping has ended the run."""
-        return not self.unevaluated and (self.trainer.step == self.plan.steps or self.scores.exhausted)
+    def _saving(self) -> str:
+        return "then saving" if self.config.checkpoint.enabled else "without saving (checkpoint=none)"
 
-    @property
-    def unevaluated(self) -> bool:
-        """Whether an evaluation is due after the last step that was taken."""
-        return self.plan.evaluates(self.trainer.step) and self.scores.step != self.trainer.step
-
-    def _take_step(self, batches: Iterator[list[Batch]]) -> None:
-        microbatches = self._next(batches)  # not profiled: a dataset in memory is not part of the step's memory
-        profiled = self.profiler.step(self.trainer.step + 1)
-        if not isinstance(profiled, nullcontext):
-            self.monitor.leave_out()
-        self.diagnostics.begin(self.trainer.step + 1)
-        with profiled:
-            record = self.step(microbatches)
-        self.begun = True
-        self.log(record)
-
-    def step(self, microbatches: list[Batch]) -> StepRecord:
-        """Take one optimizer step. Overridden where steps are timed or traced, as ``log`` is."""
-        return self.trainer.train_step(microbatches)
+    # --- next batch, step, log ---
 
     def _next(self, batches: Iterator[list[Batch]]) -> list[Batch]:
         """Return the next step's microbatches; one process saves before a sample that cannot be read ends the run."""
@@ -230,6 +248,19 @@ class Run:
                 self.writer.finish()
             raise UserError(f"{error}. {report.last_good(self.folder)}; resume with:\n  {self.command}") from error
 
+    def _profiled(self) -> AbstractContextManager[None]:
+        """Return the context of the next step, whose time does not count where it is profiled."""
+        number = self.trainer.step + 1
+        self.diagnostics.begin(number)
+        if (profile := self.profiler.step(number)) is None:
+            return nullcontext()
+        self.monitor.leave_out()
+        return profile
+
+    def step(self, microbatches: list[Batch]) -> StepRecord:
+        """Take one optimizer step. Overridden where steps are timed or traced."""
+        return self.trainer.train_step(microbatches)
+
     def log(self, record: StepRecord) -> None:
         """Pass a step's record to the monitor, and log the metrics of an interval that it ends."""
         if metrics := self.monitor.add(record):
@@ -237,80 +268,60 @@ class Run:
             self._log(record.step, metrics)
         self.table.progress(record.step, metrics)
 
-    def after_step(self) -> None:
-        """Evaluate and save if due after a step, and check whether a signal requests a stop.
-
-        A run that stops saves at once, and is evaluated when it is resumed.
-        """
-        step = self.trainer.step
-        score = None
-        # Read once here: a signal that comes later is handled by the evaluation or after the next step, by all ranks.
-        stop, save = self.world.all_reduce_max_each([self.signals.stop or 0, self.signals.take_save()])
-        self.stopped_by = stop or None
-        if self.unevaluated and not stop:
-            with self.monitor.paused(), suppress(EvaluationStopped):
-                score = self._evaluate(step)
-        due = self.config.checkpoint.due(step, score is not None, self.plan.save_every)
-        due = self.complete or due or (score is not None and score.improved)
-        if self.config.checkpoint.enabled and (due or self.stopped_by or save):
-            with self.monitor.paused():
-                self._save(score)
-            if save:
-                self.terminal.note(f"step {step}/{self.plan.steps}  saved (requested by a signal)")
-
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         if self.metric_log:
             self.metric_log.append(step, metrics)
 
     def _log_diagnostics(self) -> None:
+        """Log what was measured since; also before an evaluation and a checkpoint, where a run may be resumed."""
         for step, metrics in self.diagnostics.collect():
             self._log(step, metrics)
+
+    # --- evaluate ---
 
     def _evaluate_first(self) -> None:
         """Show and log what the first weights achieve; no checkpoint holds them, so they are never the best."""
         with self.monitor.paused(), self.terminal.work("evaluating the first weights", unit="batches") as advance:
-            found = {f"{PREFIX}{name}": value for name, value in self.trainer.evaluate(advance).items()}
-        self._log(0, found)
-        self.table.row(0, found)
+            scores = {f"{PREFIX}{name}": value for name, value in self.trainer.evaluate(advance).items()}
+        self._log(0, scores)
+        self.table.row(0, scores)
 
-    def _evaluate(self, step: int) -> Score:
-        """Evaluate, and show, log and return the result.
-
-        Raises:
-            EvaluationStopped: there is none.
-        """
-        self._log_diagnostics()  # as where a run stops here, and is evaluated when it is resumed
-        with self._watched("evaluating", self._saving) as watch:
-            score = self.scores.add(step, self.trainer.evaluate(watch))
+    def evaluate(self) -> Score | None:
+        """Evaluate, and show, log and return the result; None: a signal stopped it."""
+        self._log_diagnostics()
+        metrics = self._interruptible("evaluating", self._saving, self.trainer.evaluate)
+        if metrics is None:
+            return None
+        step = self.trainer.step
+        score = self.scores.add(step, metrics)
         self._log(step, self.scores.final)
         self.table.row(step, self.scores.final, score.improved)
         return score
 
-    @property
-    def _saving(self) -> str:
-        return "then saving" if self.config.checkpoint.enabled else "without saving (checkpoint=none)"
-
-    @contextmanager
-    def _watched(self, label: str, after: str) -> Iterator[Watch]:
-        """Show the progress of an evaluation, and end it by ``EvaluationStopped`` where a signal requests that."""
+    def _interruptible(
+        self,
+        label: str,
+        after: str,
+        evaluate: Callable[[Progress, Callable[[], bool]], dict[str, float] | None],
+    ) -> dict[str, float] | None:
+        """Return the metrics of an evaluation, with its progress shown; None: a signal stopped it."""
         before, self.signals.ahead = self.signals.ahead, f"{label}: finishing the batch, {after}"
         with self.terminal.work(label, unit="batches") as advance:
-
-            def watch(done: int, total: int) -> None:
-                advance(done, total)
-                if done < total and (stop := self.world.all_reduce_max(self.signals.stop or 0)):
-                    self.stopped_by = stop
-                    raise EvaluationStopped
-
-            yield watch
+            metrics = evaluate(advance, self._is_told_to_stop)
         self.signals.ahead = before
+        return metrics
+
+    def _is_told_to_stop(self) -> bool:
+        """Return whether a signal requests a stop on any rank; every rank asks."""
+        self.stopped_by = self.world.all_reduce_max(self.signals.stop or 0) or None
+        return self.stopped_by is not None
+
+    # --- save ---
 
     def _save(self, score: Score | None) -> None:
-        self._log_diagnostics()  # else a run that is resumed from here would lack them
+        self._log_diagnostics()
         rank = None if score is None else self.scores.rank(score)
-        run = None
-        if self.metric_log:
-            run = {"scores": self.scores.state_dict(), "totals": self.totals()}
+        run = {"scores": self.scores.state_dict(), "totals": self.totals()} if self.world.is_main else None
         if self.trainer.step == self._resumed_at:
             self.writer.rate(self.trainer.step, rank, run)
             return
@@ -320,33 +331,7 @@ class Run:
     def _progress(self) -> dict[str, Any]:
         return {"monitor": self.monitor.state_dict(), "data": self.fingerprint}
 
-    def _record_failure(self, error: NonFiniteGradients) -> str:
-        """Record what is needed to find the cause; return the sentence with the command that does it."""
-        step = error.failure["step"]
-        self._log(step, error.metrics)  # the last line shows what went wrong
-        self.table.progress(step, error.metrics)
-        self.table.row(step)
-        try:
-            self.writer.finish()
-            self.failure = record_failure(error, self.trainer, self.folder, self._progress())
-        except (Exception, Interrupted) as problem:  # it must not hide why the run failed
-            log.warning("the step that failed was not recorded (%s)", first_line(problem))
-        if isinstance(self.config.recipe, UserRecipe):  # the doctor has no recipe to take the step with
-            return ""
-        return f"\nFind the cause with:\n  {doctor_command(self.folder.path)}"
-
-    def _restore(self, saved: CheckpointReader) -> None:
-        if saved.progress["data"] != self.fingerprint:
-            raise UserError(
-                f"resume: the data of {self.folder.path} has changed since its last checkpoint; "
-                "put the files back as they were, or start a new run without resume="
-            )
-        self.trainer.restore(saved)
-        self.monitor.load_state_dict(saved.progress["monitor"])
-        self.scores.load_state_dict(saved.progress)
-        self._resumed_at = saved.step
-        ended = read_object(self.folder.path / SUMMARY_FILE)  # has what followed the checkpoint, too
-        self.before = ended if ended.get("step") == saved.step else saved.totals
+    # --- the ends ---
 
     def _finish(self) -> tuple[dict[str, Any], list[str]]:
         """Export the best weights, show the summary, finish the profile and the tracking.
@@ -357,16 +342,24 @@ class Run:
         self.terminal.end_progress()
         self.signals.ahead = "finishing the run"
         self.profiler.finish()
-        summary = run_summary(self, "FINISHED")  # the export is no part of the run's memory
-        try:
-            test = partial(self._watched, "evaluating the test data", "then ending the run")
-            epilogue, missing, scores = export_best(self.trainer, self.folder, self.scores.best, self.terminal, test)
-        except EvaluationStopped:
-            return {}, []
-        summary |= {"status": "FAILED" if missing else "FINISHED", "test": finite(scores)} | self.totals()
+        summary = self._summary("FINISHED")  # the export is no part of the run's memory
+
+        # The best weights: on the test data, as files, at work.
+        best, test, missing, epilogue = self.scores.best, {}, [], None
+        step = load_best(self.trainer, self.folder, best, self.terminal)
+        if self.trainer.datasets.test is not None:
+            tested = self._interruptible("evaluating the test data", "then ending the run", self.trainer.test)
+            if tested is None:
+                return {}, []
+            test = tested
+        if (model := whole_model(self.trainer)) is not None:
+            if best is not None and step is not None:
+                missing = export_best(self.trainer, model, step, best, self.folder, self.terminal)
+            epilogue = sample_text(self.trainer, model, self.terminal)
+
+        # The summary, which says that the run is finished: after it, nothing is repeated on resume.
+        summary |= {"status": "FAILED" if missing else "FINISHED", "test": finite(test)} | self.totals()
         summary["unreadable_samples"] = unreadable_samples(self.trainer)
-        ledger = self.profiler.ledger
-        profile = self.profiler.summary if ledger is None else ledger.text().rstrip()
         self.stopped_by = self.world.all_reduce_max(self.signals.stop or 0) or None
         self.signals.ahead = None  # nothing is lost where MLflow is not waited for
         try:
@@ -375,8 +368,51 @@ class Run:
             if self.world.is_main and not missing and self.config.checkpoint.keep == 0:
                 remove_folder(self.folder.checkpoints)
         finally:  # MLflow, too, may be waited for no longer
-            report.show_end(self.terminal, self, summary, [*filter(None, [epilogue, profile])])
+            ledger = self.profiler.ledger
+            texts = filter(None, [epilogue, self.profiler.summary if ledger is None else ledger.text().rstrip()])
+            title, took_s = report.title(self.folder.path, self._resumed_at or 0), self.totals()["wall_time_s"]
+            following = report.following(self.config, self.folder.path, self._address)
+            report.show_end(self.terminal, title, took_s, summary, [*texts], following)
         return summary, missing
+
+    def _abandoned(self, second: Interrupted) -> Interrupted:
+        """Do nothing that takes time, and return what ends the run at a second signal."""
+        self.terminal.end_progress()
+        if self.metric_log:
+            self.metric_log.abandon()
+        return Interrupted(f"{second}. {report.last_good(self.folder)}", second.exit_code - 128)
+
+    def _failed(self, error: BaseException) -> str:
+        """Record why the run has failed, close it, and return where it can go on, and how the cause is found."""
+        cause = self._record_failure(error) if isinstance(error, NonFiniteGradients) else ""
+        self._close(error.status if isinstance(error, RunError) else "FAILED")
+        return f"{report.last_good(self.folder)}{cause}"
+
+    def _record_failure(self, error: NonFiniteGradients) -> str:
+        """Record what is needed to find the cause; return the sentence with the command that does it."""
+        step = error.failure["step"]
+        self._log(step, error.metrics)  # the last line shows what went wrong
+        self.table.progress(step, error.metrics)
+        self.table.row(step)
+        try:
+            self.writer.finish()
+            progress = self._progress() | {"monitor": self.monitor.state_before_failure()}
+            self.failure = record_failure(error, self.trainer, self.folder, progress)
+        except (Exception, Interrupted) as problem:  # it must not hide why the run failed
+            log.warning("the step that failed was not recorded (%s)", first_line(problem))
+        if isinstance(self.config.recipe, UserRecipe):  # the doctor has no recipe to take the step with
+            return ""
+        return f"\nFind the cause with:\n  {doctor_command(self.folder.path)}"
+
+    def _stopped(self, number: int, complete: bool) -> Interrupted:
+        """Close a run that a signal has stopped, and return what ends it; of a complete one, no sweep goes on."""
+        if complete:
+            name = signal.Signals(number).name
+            return Interrupted(f"received {name} at the end of the run, which is complete", number)
+        with suppress(Interrupted):  # a second Ctrl-C while MLflow is waited for
+            self._close("KILLED")
+        saves = self.config.checkpoint.enabled
+        return Interrupted(report.stop_message(number, self.trainer.step, self.folder, saves, self.command), number)
 
     def _close(self, status: str) -> None:
         """Write the summary of a run that did not get to its end; finish the profile and the tracking."""
@@ -385,7 +421,26 @@ class Run:
             self.writer.finish()
         self.profiler.finish()
         if self.metric_log:
-            self._close_metric_log(status, run_summary(self, status))
+            self._close_metric_log(status, self._summary(status))
+
+    def _summary(self, status: str) -> dict[str, Any]:
+        """Return the content of summary.json so far, in plain JSON types; ``status`` is MLflow's."""
+        return {
+            "status": status,
+            "failure": self.failure,
+            "run": self.folder.path.name,
+            **results(self.trainer, self.scores, self.monitor, self.profiler.ledger),
+            **self.totals(),
+            "checkpoints": self.writer.facts(),  # since this process started or resumed the run
+            "resume": self.command,
+            "mlflow": self._address,
+            "git": self.git,
+        }
+
+    @property
+    def _address(self) -> str:
+        """The address of the run in MLflow; empty: it has none yet."""
+        return self.metric_log.run.address if self.metric_log else ""
 
     def _close_metric_log(self, status: str, summary: dict[str, Any]) -> bool:
         """Return whether the summary was written; it also gets what MLflow has, and the time that it was waited for."""
@@ -393,6 +448,6 @@ class Run:
         written, path = self.metric_log.close(status, summary), self.folder.path / SUMMARY_FILE
         if written:
             with suppress(OSError, ValueError):  # it stays as it was
-                now = {"wall_time_s": self.totals()["wall_time_s"], "mlflow": self.metric_log.run.address}
+                now = {"wall_time_s": self.totals()["wall_time_s"], "mlflow": self._address}
                 write_json(path, read_json(path) | now)
         return written

@@ -27,28 +27,30 @@ class Scores:
 
     Args:
         config: of the run: its recipe's metric, ``checkpoint.best`` and ``early_stopping``.
-        falls: takes a metric, and returns whether its lowest value is the best; None: the recipe's.
+        lower_is_better: takes a metric, and returns whether its lowest value is the best; None: the recipe's.
     """
 
-    def __init__(self, config: Config, falls: Callable[[str], bool] | None = None) -> None:
+    def __init__(self, config: Config, lower_is_better: Callable[[str], bool] | None = None) -> None:
         recipe, self.stopping = config.recipe, config.early_stopping
-        self._recipes_own = recipe.best_metric
         self.metric: str = recipe.best_metric if config.checkpoint.best == "auto" else config.checkpoint.best
-        """Such as ``valid/loss``."""
-        falls = falls or recipe.lower_is_better
-        self.lowest: bool = falls(self.metric)
+        """Metric that marks the best checkpoint, such as ``valid/loss``."""
+        lower_is_better = lower_is_better or recipe.lower_is_better
+        self.lowest: bool = lower_is_better(self.metric)
         """Whether the lowest value is the best; else the highest."""
         self.best: dict[str, Any] | None = None
-        """``step`` and ``value`` of the best score."""
+        """The best score: ``step`` and ``value``."""
         self.final: dict[str, float] = {}
-        """The last evaluation's metrics by ``valid/<name>``."""
+        """Metrics of the last evaluation by ``valid/<name>``."""
         self.step = 0
-        """The step after which that was."""
+        """Step after which the last evaluation was."""
         self.watched: str = self.stopping.metric or self.metric
-        """The metric of early stopping."""
-        self._falls: bool = falls(self.watched)
+        """Metric of early stopping."""
+        self._watches_lowest: bool = lower_is_better(self.watched)
         self._reference: float | None = None
+        """Value that an evaluation has to improve; None: none was finite."""
         self._waited = 0
+        """Evaluations since then."""
+        self._all_known = recipe.best_metric == self.metric == self.watched
 
     @property
     def exhausted(self) -> bool:
@@ -71,7 +73,7 @@ class Scores:
         Raises:
             UserError: names the ones that exist.
         """
-        if self._recipes_own == self.metric == self.watched and not always:
+        if self._all_known and not always:
             return
         known = [PREFIX + name for name in names()]
         for key, metric in (("checkpoint.best", self.metric), ("early_stopping.metric", self.watched)):
@@ -87,7 +89,7 @@ class Scores:
         improved = _better(value, None if self.best is None else self.best["value"], self.lowest)
         if improved:
             self.best = {"step": step, "value": value}
-        if _better(watched, self._reference, self._falls, self.stopping.min_delta):
+        if _better(watched, self._reference, self._watches_lowest, self.stopping.min_delta):
             self._reference, self._waited = watched, 0
         else:
             self._waited += 1

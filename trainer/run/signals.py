@@ -1,6 +1,9 @@
 """Signals: before torch is loaded they end the process, in training they are requests to the loop.
 
 Nothing here imports anything large: scripts/train.py needs it first.
+
+State of the process: the handlers of signals, which ``begin_program`` sets for a program of ours and ``Signals`` while
+a run trains; and ``_Program``, what this program has begun with.
 """
 
 from __future__ import annotations

@@ -65,8 +65,7 @@ def train(
         try:
             return _train(config, run_class, started, brief)
         except OutOfMemory as error:
-            ended, smaller = OutOfMemory(str(error)), error.smaller
-            ended.shared = error.shared
+            ended, smaller = OutOfMemory(str(error), shared=error.shared), error.smaller
         except Exception as error:  # while the data was opened, for example
             if not is_out_of_memory(error):
                 raise
@@ -84,6 +83,7 @@ def _train(config: Config, run_class: type[Run], started: Callable[[Run | None],
         kernels.clear()  # those of an earlier run in this process
         world = config.parallel.world(config.device)
         terminal = Terminal(shown=world.is_main, quiet=config.quiet, brief=brief)
+        terminal.show_logs()
         signals.tell = terminal.note
         stack.enter_context(terminal.in_use())
         if alone := tasks_alone():
@@ -95,8 +95,7 @@ def _train(config: Config, run_class: type[Run], started: Callable[[Run | None],
         try:
             plan = config.plan(hardware, world)
         except UserError as error:
-            error.shared = True
-            raise
+            raise UserError(str(error), shared=True) from error
         folder = world.run_on_main(partial(earlier_folder, config, plan))
         saved = None
         if folder is not None:
@@ -135,7 +134,10 @@ def _train(config: Config, run_class: type[Run], started: Callable[[Run | None],
                     world.run_on_main(partial(_check_disk, config, trainer.model))
                     folder = world.run_on_main(partial(_begun, plan.config, datasets, stack, terminal))
                 decisions = [*plan.decisions, *trainer.decisions]
-                run = run_class(trainer, folder, saved, terminal, signals, decisions, began)
+                run = run_class(trainer, folder, terminal, signals, began)
+                if saved is not None:
+                    run.restore(saved)
+                run.begin(decisions)
             started(run)
             return run.train()
         except Exception as error:
@@ -143,7 +145,7 @@ def _train(config: Config, run_class: type[Run], started: Callable[[Run | None],
                 raise
             started(None)
             # In several processes the others wait for the one that has no memory.
-            retry = saved is None and world.size == 1 and not (run and run.begun)
+            retry = saved is None and world.size == 1 and not (run and run.has_stepped)
             raise ran_out(error, config, plan.batching, retry) from error
 
 
@@ -195,7 +197,7 @@ def _left(folder: RunFolder, config: Config, plan: Plan[Config]) -> tuple[Path |
         fewer = f"steps={steps} is below that; " if saved.step > steps else ""
         return None, f" ({counted(saved.step, 'step')}); {fewer}set steps={2 * saved.step} to continue"
     scores = Scores(plan.config)
-    scores.load_state_dict(saved.progress)
+    scores.load_state_dict(saved.scores)
     if finished and scores.exhausted:
         more = "set a larger early_stopping.patience, or null, to continue"
         return None, f" (stopped early at step {saved.step}); {more}"

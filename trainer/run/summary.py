@@ -2,65 +2,60 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from mantissa.display import counted, finite, loss, quantity, size
+from mantissa.step.ledger import Ledger
 from trainer.hardware import peak_memory_bytes
 from trainer.precision.kernels import in_short, not_timed_here
 from trainer.profiling.utilisation import text as mfu_text
+from trainer.run.monitor import Monitor
 from trainer.run.provenance import versions
-from trainer.run.scores import PREFIX
+from trainer.run.scores import PREFIX, Scores
 from trainer.trainer import Trainer
 
-if TYPE_CHECKING:
-    from trainer.run.run import Run
 
+def results(trainer: Trainer, scores: Scores, monitor: Monitor, ledger: Ledger | None) -> dict[str, Any]:
+    """Return what a run has trained and measured so far, for summary.json, in plain JSON types.
 
-def run_summary(run: Run, status: str) -> dict[str, Any]:
-    """Return the content of a run's summary.json so far, in plain JSON types; ``status`` is MLflow's."""
-    config, trainer, scores, monitor = run.config, run.trainer, run.scores, run.monitor
+    Speed, memory: since this process started or resumed the run. ``ledger``: of a step's memory, where it was recorded.
+    """
+    config, hardware, precision = trainer.config, trainer.hardware, trainer.config.precision
     units_per_s, step_time_s = monitor.throughput() or (None, None)
-    memory, ledger = peak_memory_bytes(trainer.device), run.profiler.ledger
+    memory = peak_memory_bytes(trainer.device)
     return {
-        "status": status,
-        "failure": run.failure,
-        "run": run.folder.path.name,
+        # what was trained
         "recipe": config.recipe.name,
-        "precision": config.precision.mode,
+        "precision": precision.mode,
         "seed": config.seed,
         "tags": config.tags,
         "note": config.note,
         "step": trainer.step,
         "steps": trainer.plan.steps,
+        # how well
         "final": finite(scores.final),
         "test": {},  # with the best weights, at the end
         "best": scores.best,
         "best_metric": scores.metric,
         "best_is": "lowest" if scores.lowest else "highest",
         "stopped_early": scores.why if scores.exhausted and trainer.step < trainer.plan.steps else None,
+        # how fast, in how much memory
         "unit": config.recipe.unit,
         "units_per_s": units_per_s,
         "step_time_s": step_time_s,
         "utilisation": monitor.utilisation.facts(units_per_s),
-        **run.totals(),
-        # Speed above, memory and checkpoints: since this process started or resumed the run.
-        "peak_memory_bytes": memory if trainer.hardware.is_gpu else ledger and ledger.peak_bytes,
-        "process_memory_bytes": None if trainer.hardware.is_gpu else memory,
-        "not_timed": not_timed_here(
-            config.precision.mode, trainer.hardware, config.precision.kernels, trainer.convolves
-        ),
-        "parallel": config.parallel.kind,
-        "processes": trainer.world.size,
-        "checkpoints": run.writer.facts(),
+        "not_timed": not_timed_here(precision.mode, hardware, precision.kernels, trainer.convolves),
+        "peak_memory_bytes": memory if hardware.is_gpu else ledger and ledger.peak_bytes,
+        "process_memory_bytes": None if hardware.is_gpu else memory,
         "skipped_steps": monitor.skipped_steps,  # of the whole run
         "unreadable_samples": 0,  # counted at the end
-        "resume": run.command,
-        "mlflow": run.metric_log.run.address if run.metric_log else "",
-        "hardware": trainer.hardware.facts(),
+        # where
+        "parallel": config.parallel.kind,
+        "processes": trainer.world.size,
+        "hardware": hardware.facts(),
         "versions": versions(),
-        "git": run.git,
     }
 
 
@@ -94,8 +89,11 @@ def rate_in_short(summary: dict[str, Any]) -> str:
 
 def summary_lines(summary: dict[str, Any]) -> list[str]:
     """Return what a run has achieved, and what it took."""
-    found = {"test": _named(summary["test"]), "stopped early:": summary["stopped_early"]}
-    lines = [scores_in_short(summary), *(f"{name} {text}" for name, text in found.items() if text)]
+    lines = [scores_in_short(summary)]
+    if summary["test"]:
+        lines.append(f"test {_named(summary['test'])}")
+    if summary["stopped_early"]:
+        lines.append(f"stopped early: {summary['stopped_early']}")
     if unreadable := summary["unreadable_samples"]:
         lines.append(f"{counted(unreadable, 'unreadable sample')}, replaced by the next ones")
     tensors, process, skipped = map(summary.get, ("peak_memory_bytes", "process_memory_bytes", "skipped_steps"))

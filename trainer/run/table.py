@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from mantissa.display import duration, quantity
 from trainer.config.step import Plan
 from trainer.run.monitor import Monitor
 from trainer.run.scores import PREFIX
+from trainer.run.step_metrics import STEP_METRICS, short
 from trainer.terminal import Terminal
 
 _SILENT_S = 10.0
@@ -26,10 +26,16 @@ class Table:
     def __init__(self, terminal: Terminal, plan: Plan[Any], monitor: Monitor) -> None:
         self._terminal, self._plan, self._monitor = terminal, plan, monitor
         self._rate = _RATES.get(monitor.unit, f"{monitor.unit}/s")
+        columns = {name: metric.column for name, metric in STEP_METRICS.items() if metric.column is not None}
+        self._columns = {name: column for name, column in columns.items() if monitor.recovers or not column.scaled_only}
+        """Columns of the step's metrics that this run shows, by metric."""
         self._metrics: list[str] = []
+        """The evaluation's metrics so far, ``valid/loss`` aside, which has the column ``valid``."""
         self._heading, self._shown = "", time.perf_counter()
         self._line: Mapping[str, float] = {}
+        """The log's last line, until a row has shown it."""
         self._latest: Mapping[str, float] = {}
+        """The log's last line, for the bar."""
 
     def progress(self, step: int, metrics: Mapping[str, float] | None) -> None:
         """Show that a step was taken; ``metrics`` is the line of the log that it ends, None within one."""
@@ -54,8 +60,10 @@ class Table:
         cells = self._cells(step, self._line, scores or {})
         self._line = {}
         widths = {name: max(9, len(name) + 2) for name in cells}
-        own = [name for name in cells if f"{PREFIX}{name}" in self._metrics]
-        for name in (*own[:0:-1], "MFU", "norm", "lr", *own[:1]):
+        # A terminal that is too narrow loses columns in this order.
+        scores_shown = [name for name in cells if f"{PREFIX}{name}" in self._metrics]
+        of_steps = [column.heading for column in self._columns.values() if not column.scaled_only]
+        for name in (*scores_shown[:0:-1], "MFU", *of_steps[:0:-1], *scores_shown[:1]):
             if name in widths and sum(widths.values()) + len("  ★") > self._terminal.width:
                 del widths[name]
         heading = "".join(f"{name:>{width}}" for name, width in widths.items())
@@ -72,23 +80,19 @@ class Table:
         self._metrics += [name for name in scores if name not in (*self._metrics, loss)]
         rate, step_s = line.get(f"{monitor.unit}_per_s"), line.get("step_time_s")
         share = monitor.utilisation.mfu(rate)
-        cells = {"step": str(step), "loss": _number(line.get("loss")), "valid": _number(scores.get(loss))}
-        cells |= {name.removeprefix(PREFIX): _number(scores.get(name)) for name in self._metrics}
-        cells["lr"] = f"{line['lr']:.1e}" if line else ""
-        cells["norm"] = _number(line.get("grad_norm"), 2)
+        of_steps, scaled = (
+            {
+                column.heading: column.text(line[name]) if name in line else ""
+                for name, column in self._columns.items()
+                if column.scaled_only == scaled_only
+            }
+            for scaled_only in (False, True)
+        )
+        # The losses of training and of validation side by side, then the quality, the step, the speed.
+        cells = {"step": str(step), "loss": of_steps.pop("loss"), "valid": short(scores.get(loss))}
+        cells |= {name.removeprefix(PREFIX): short(scores.get(name)) for name in self._metrics} | of_steps
         cells[self._rate] = "" if rate is None else quantity(rate)
         if monitor.utilisation.mfu(1.0) is not None:
             cells["MFU"] = "" if share is None else f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
         cells["eta"] = "" if step_s is None else duration((self._plan.steps - step) * step_s)
-        if monitor.recovers:  # from overflows, by another loss scale
-            cells["scale"] = f"{line['loss_scale']:g}" if line else ""
-            cells["skipped"] = f"{line['skipped_steps']:.0f}" if line else ""
-        return cells
-
-
-def _number(value: float | None, decimals: int = 4) -> str:
-    """Return a number in eight characters, if it is not negative; empty: there is none."""
-    if value is None:
-        return ""
-    fits = value == 0 or not math.isfinite(value) or 10 ** (1 - decimals) <= abs(value) < 999
-    return f"{value:.{decimals}f}" if fits else f"{value:.2e}"
+        return cells | scaled

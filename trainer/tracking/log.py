@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +26,45 @@ class MetricLog:
     """Appends the metrics of one run to ``metrics.jsonl``: a line for each step, with ``step`` and ``time``.
 
     If the disk is full, lines are kept in memory and tried again with the next one. Only rank 0 has a log.
+
+    Args:
+        config: the ``tracking`` group.
+        folder: of the run; that of a new run has no log yet.
+        run: what MLflow gets when the run begins.
     """
 
-    def __init__(self, config: Tracking, folder: Path, run: TrackedRun, resumed_at: int | None = None) -> None:
+    _file: FileIO
+
+    def __init__(self, config: Tracking, folder: Path, run: TrackedRun) -> None:
+        self.config = config
+        self.folder = folder
+        self.run = run
+        self._unwritten = bytearray()
+        self._warned = False
+        self._follower: Follower | None = None
+
+    def begin(self, resumed_at: int | None = None) -> None:
         """Open the log, and prepare the thread that sends it to MLflow.
 
         Args:
-            config: the ``tracking`` group.
-            folder: folder of the run; that of a new run has no log yet.
-            run: what MLflow gets when the run begins.
-            resumed_at: the step of the checkpoint that a run continues from; what was logged after it is removed.
+            resumed_at: the step of the checkpoint that a run continues from; what was logged after it is removed. None:
+                a new run.
         """
-        self.folder = folder
-        self.run = run
+        config, folder = self.config, self.folder
         path = folder / METRICS_FILE
+
+        # Of a resumed run, what follows its checkpoint comes again.
         if resumed_at is not None:
             if (last := _cut(path, resumed_at)) and config.mlflow:
                 steps = f"{resumed_at + 1} to {last}"
                 log.info("MLflow cannot replace points: of steps %s it keeps what it has from before the resume", steps)
-                run.tags["kept_on_resume"] = f"points of steps {steps} from before the resume"
+                self.run.tags["kept_on_resume"] = f"points of steps {steps} from before the resume"
             if (folder / TRACKING_FILE).exists():  # else it was lost to a full disk
-                self.run = TrackedRun.read(folder).resumed_as(run)
+                self.run = TrackedRun.read(folder).resumed_as(self.run)
             _tolerate(lambda: (folder / SUMMARY_FILE).unlink(missing_ok=True), folder / SUMMARY_FILE)
+
+        # The file is the truth. What MLflow gets of it, and where, is known before the first line is.
         self._file = path.open("ab", buffering=0)
-        self._unwritten = bytearray()
-        self._warned = False
-        self._timeout_s = config.upload_timeout_s
-        self._follower: Follower | None = None
         if config.mlflow:
             uri = store_uri(configured_uri(config.uri), self.run.uri)
             self.run.send_to(uri)
@@ -97,7 +110,7 @@ class MetricLog:
         finally:
             if self._follower:
                 self._follow()
-                self._follower.conclude(status, self._timeout_s)
+                self._follower.conclude(status, self.config.upload_timeout_s)
         return written
 
     def abandon(self) -> None:

@@ -10,19 +10,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from recipes.data.text.documents import Text
 from recipes.data.text.tokenizers import OF_TEXT, OWN_BPE, Tokenizer
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import flush, locked, read_json, write_json
 from trainer.recipe import DataSource
 from trainer.terminal import work
-
-if TYPE_CHECKING:
-    from recipes.data.text.corpus import Text
 
 FORMAT = 6
 """Part of every cache key: raise it when the same text would become other tokens, or meta.json holds more."""

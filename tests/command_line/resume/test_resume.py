@@ -184,13 +184,13 @@ def signal_at_evaluation(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Non
     """Send this process a signal while it evaluates."""
 
     def prepare(number: int) -> None:
-        evaluate = Run._evaluate
+        evaluate = Run.evaluate
 
-        def interrupted(run: Run, step: int) -> Score:
+        def interrupted(run: Run) -> Score | None:
             signal.raise_signal(number)
-            return evaluate(run, step)
+            return evaluate(run)
 
-        monkeypatch.setattr(Run, "_evaluate", interrupted)
+        monkeypatch.setattr(Run, "evaluate", interrupted)
 
     return prepare
 

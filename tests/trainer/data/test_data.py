@@ -186,13 +186,29 @@ def test_the_ranks_evaluate_every_sample_once_in_as_many_batches_each(ranks: int
 
         evaluation = Evaluation(Echo(), None, 8, Loader(workers=0), CPU, world)
         watch = Mock()
-        sums, targets = evaluation.sums(forward, lambda batch: len(batch["index"]), watch)
+        found = evaluation.sums(forward, lambda batch: len(batch["index"]), watch)
+        assert found is not None
+        sums, targets = found
         totals += torch.tensor([sums["loss"], targets])
         forwards.append(len(seen))
         done = [call.args for call in watch.call_args_list]  # the same on all ranks, which may stop there together
         assert done == [(number, len(seen)) for number in range(1, len(seen) + 1)]
     assert totals.tolist() == [LENGTH * (LENGTH - 1) / 2, LENGTH]
     assert len({*forwards}) == 1
+
+
+def test_an_evaluation_that_is_told_to_stop_has_no_result() -> None:
+    """It is asked between two batches, of which there are three, and after the last one no longer."""
+
+    def forward(batch: Batch, counts: bool) -> dict[str, torch.Tensor]:
+        return {"loss": batch["index"].sum().double()}
+
+    for answers, done in (([False, True], 2), ([False, False], 3)):
+        progress, should_stop = Mock(), Mock(side_effect=answers)
+        evaluation = Evaluation(Echo(), None, 8, Loader(workers=0), CPU, World())
+        found = evaluation.sums(forward, lambda batch: len(batch["index"]), progress, should_stop)
+        assert (progress.call_count, found is None) == (done, answers[-1])
+        assert should_stop.call_count == 2
 
 
 @pytest.mark.parametrize(

@@ -144,15 +144,15 @@ def test_other_formats_keep_their_bits_and_nothing_is_left_behind() -> None:
     assert torch.equal(torch.mm(x.long(), y.long()), x.long() @ y.long())
     use(BF16, OWN)
     assert not kernels.in_use(BF16)
-    assert kernels._library is None
+    assert kernels._process.library is None
 
 
 def test_only_what_is_asked_for_is_replaced(widened: list[str]) -> None:
     """On a CPU with 16-bit instructions only some gradients of convolutions are: matmuls must not pay for that."""
     use(BF16, UNSEEN)
-    assert kernels._replaced == {"convolution_backward"}
+    assert kernels._process.replaced == {"convolution_backward"}
     use(FP16, WIDE)
-    assert kernels._replaced == set(OPERATORS)
+    assert kernels._process.replaced == set(OPERATORS)
     x, y = randn(64, 600), randn(600, 64, seed=1)
     x.bfloat16() @ y.bfloat16()
     assert widened == []
@@ -161,10 +161,10 @@ def test_only_what_is_asked_for_is_replaced(widened: list[str]) -> None:
     x[:1].half() @ y.half().t().contiguous().t()  # a linear layer that generates text has a fast kernel everywhere
     assert widened == ["fp32"]
     use(FP16, OWN)
-    assert kernels._replaced == {"convolution_backward"}
+    assert kernels._process.replaced == {"convolution_backward"}
     use(BF16, MENDED)
     use(FP16, UNSEEN)
-    assert kernels._replaced == {"convolution_backward", f"{kernels._FLASH}_backward"}
+    assert kernels._process.replaced == {"convolution_backward", f"{kernels._FLASH}_backward"}
     attention_gradients(*(randn(1, 2, 8, 8, dtype=FP16, seed=seed) for seed in range(4)))
     assert widened == ["fp32"]
 

@@ -93,7 +93,7 @@ def test_the_weights_before_the_step_are_saved_where_there_is_no_checkpoint(
     trainer, saved = trainer_of(*NO_CHECKPOINT, *mode), load(folder / "failure")
     trainer.restore(saved)
     assert (trainer.step, trainer.loss_scale.scale) == (before, failure["loss_scale"])
-    assert saved.progress["monitor"]["skipped_steps"] == before - 1
+    assert saved.progress["monitor"]["totals"]["skipped_steps"] == before - 1
     assert same_bits(trainer.model.state_dict(), expected.model.state_dict())
     assert same_bits(trainer.optimizer.state_dict()["state"], expected.optimizer.state_dict()["state"])
 

@@ -133,9 +133,7 @@ def test_the_microbatch_is_halved_where_memory_runs_out(
 
 def test_what_all_ranks_raise_is_reported_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def train(*_: object) -> None:
-        error = OutOfMemory("no smaller one is forecast to fit")
-        error.shared = True
-        raise error
+        raise OutOfMemory("no smaller one is forecast to fit", shared=True)
 
     monkeypatch.setattr(start, "_train", train)
     with pytest.raises(OutOfMemory, match="no smaller one") as raised:

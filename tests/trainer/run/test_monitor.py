@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from trainer.parallel.world import World
 from trainer.precision.scaler import DynamicScaler
 from trainer.run import monitor as module
 from trainer.run.monitor import Monitor, NonFiniteGradients
+from trainer.run.step_metrics import STEP_METRICS, StepMetric
 from trainer.trainer import StepRecord
 
 CPU = torch.device("cpu")
@@ -28,9 +30,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 Lines = list[tuple[int, dict[str, float]]]
 
 
-def watch(**options: Any) -> Monitor:
-    common = {"log_every": 4, "last_step": 100, "unit": "tokens", "scaler": DynamicScaler(), "recovers": True}
-    return Monitor(device=CPU, **common | options)
+def watch(
+    log_every: int = 4, last_step: int = 100, scaler: Any = None, recovers: bool = True, world: Any = None
+) -> Monitor:
+    """The monitor of a trainer that takes no steps."""
+    options = {"log_every": log_every, "recipe": SimpleNamespace(unit="tokens"), "scaler": scaler or DynamicScaler()}
+    trainer: Any = SimpleNamespace(config=SimpleNamespace(**options), plan=SimpleNamespace(steps=last_step))
+    trainer.loss_scale, trainer.device, trainer.world = SimpleNamespace(recovers=recovers), CPU, world or World()
+    return Monitor(trainer)
 
 
 def lines_of(monitor: Monitor, records: list[StepRecord]) -> Lines:
@@ -125,6 +132,30 @@ def test_an_error_has_the_last_line_of_a_run_that_diverges() -> None:
     assert raised.value.failure["step"] == 4
     assert raised.value.failure["rank"] == [0]
     assert raised.value.metrics["skipped_steps"] == 1
+
+
+def test_a_row_of_the_table_is_all_that_a_metric_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tensor and of a number that the host knows, each combined in its own way."""
+    monkeypatch.setitem(STEP_METRICS, "peak", StepMetric("", lambda step, _: step.grad_norm, max))
+    monkeypatch.setitem(STEP_METRICS, "seen", StepMetric("tokens", lambda step, _: step.units, sum, of_run=True))
+    lines = lines_of(watch(), [record(step, units=step) for step in range(1, 5)])
+    assert [(line["peak"], line["seen"]) for _, line in lines] == [(0.5, 1), (2.0, 10)]
+
+
+def test_an_interval_goes_on_where_a_run_is_resumed_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A metric that is newer than the checkpoint begins with the steps after it."""
+    steps = [record(step, loss=float(step), skipped=step == 3) for step in range(1, 5)]
+    expected = lines_of(watch(), steps)[-1][1]
+    stopped = watch()
+    lines_of(stopped, steps[:3])
+    stopped.collect()
+    monkeypatch.setitem(STEP_METRICS, "newer", StepMetric("", lambda step, _: step.loss, sum))
+    resumed = watch()
+    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+    ((_, line),) = lines_of(resumed, steps[3:])
+    names = ("loss", "lr", "grad_norm", "loss_scale", "skipped_steps")
+    assert [line[name] for name in names] == [expected[name] for name in names]
+    assert (line["skipped_steps"], line["newer"]) == (1, 4)
 
 
 class TwoRanks(World):

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from trainer.profiling.utilisation import Utilisation
+from trainer.run.step_metrics import STEP_METRICS, Column, StepMetric
 from trainer.run.table import Table
 from trainer.terminal import Terminal
 
@@ -23,7 +24,7 @@ SCORES = {"valid/loss": 2.25, "valid/perplexity": 9.4877}
 def begun(width: int | None = None, mfu: bool = True, **monitor: Any) -> tuple[Table, io.StringIO]:
     """A table of 300 steps, evaluated after every 25th; in a file, or on a terminal of this width."""
     out = io.StringIO()
-    terminal = Terminal(Console(file=out, force_terminal=width is not None, width=width), logged=False)
+    terminal = Terminal(Console(file=out, force_terminal=width is not None, width=width))
     plan: Any = SimpleNamespace(steps=300, evaluates=lambda step: step % 25 == 0)
     utilisation = Utilisation(flops_per_unit=1e6, measured_tflops=0.1 if mfu else None)
     known: Any = SimpleNamespace(**{"unit": "tokens", "recovers": False, "utilisation": utilisation} | monitor)
@@ -46,6 +47,17 @@ def test_a_row_of_each_evaluation_has_the_last_line_of_the_log() -> None:
         "       25   2.5000   2.2500      9.4877  1.0e-03     1.20    12.3k     12 %     0:41  ★",
         "       50            2.2500      9.4877                                               ★",
     ]
+
+
+def test_a_metric_of_the_steps_with_a_column_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    column = Column("peak", "{:.1f}".format)
+    monkeypatch.setitem(STEP_METRICS, "peak", StepMetric("", lambda step, _: step.grad_norm, max, column))
+    table, out = begun()
+    table.progress(20, TIMED | {"peak": 3.0})
+    table.row(25, SCORES)
+    _, heading, row = lines(out)
+    assert heading.split() == ["step", "loss", "valid", "perplexity", "lr", "norm", "peak", "tok/s", "MFU", "eta"]
+    assert row.split()[5:7] == ["1.20", "3.0"]
 
 
 def test_the_time_of_the_first_step_says_nothing_about_the_others() -> None:
