@@ -56,6 +56,8 @@ READ: dict[str, tuple[tuple[str, ...], str, tuple[int, ...], str]] = {
         (8, 2, 10),
         "test PATH/test, validation 0.1 of each class)",
     ),
+    "in full": (("{training,validation,testing}/" + PET,), "cat dog", (10, 10, 10), "PATH/validation, test PATH/te"),
+    "in short": (("{train,Valid,test}/" + PET,), "cat dog", (10, 10, 10), "validation PATH/Valid, test PATH/test"),
     "shouted": (("{TRAIN,VAL}/{cat,dog}/{5}.JPG",), "cat dog", (10, 10), "validation PATH/VAL"),
     "below a class": (("cat/{3}.png", "cat/{a,a/b}/{2}.png", "dog/1.png"), "cat dog", (7, 1), "but 1 with one image"),
     "val of one class": (("train/" + PET, "val/dog/{3}.png"), "cat dog", (10, 3), "2 classes"),
