@@ -127,6 +127,7 @@ def own_loss(trainer: Trainer) -> float:
 def test_it_starts_with_the_loss_that_transformers_computes(folder: tuple[str, Path]) -> None:
     recipe, path = folder
     trainer = trainer_of(*options(recipe, path))
+    assert all(module.training for module in trainer.model.modules())  # transformers opens models for evaluation
     expected = transformers_loss(recipe, path, trainer)
     assert own_loss(trainer) == pytest.approx(expected, rel=2e-5)
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
