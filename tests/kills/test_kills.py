@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:D
 @pytest.mark.parametrize(
     ("job", "moments"),
     [
-        ("bignet", ("file", "removing", "export", "artifact")),
+        ("bignet", ("file", "export", "artifact")),
         ("gpt2: EMA, two ranks", ("evaluation", "a rank")),
         ("bignet: EMA, a server", ("file", "server and run")),
     ],
