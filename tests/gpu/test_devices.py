@@ -1,4 +1,4 @@
-"""What holds on every device: here on the CPU, and on a GPU where there is one."""
+"""What needs no torchrun on a GPU; two of it hold on the CPU, too."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from trainer.optim.muon import Muon
 from trainer.parallel.world import World
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+on_a_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
 on_every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 GPT2 = ("recipe=gpt2", "recipe.size=small", "recipe.context=32", "data=synthetic", "data.vocab_size=256")
 RESNET = ("recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=32", "data=synthetic", "data.classes=10")
@@ -42,17 +43,12 @@ def gradients(device: str, *options: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("default")  # warnings of the compiler are not tested here
-@pytest.mark.parametrize(
-    ("device", "recipe", "mode"),
-    [
-        ("cpu", GPT2, "fp32"),
-        *(pytest.param("cuda", recipe, mode, marks=ON_GPU) for recipe in (GPT2, RESNET) for mode in ("fp32", "bf16")),
-    ],
-    ids=lambda value: value[0].removeprefix("recipe=") if isinstance(value, tuple) else value,
-)
+@on_a_gpu
+@pytest.mark.parametrize("recipe", [GPT2, RESNET], ids=["gpt2", "resnet"])
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_compiled_gradients_equal_eager_ones_up_to_rounding(device: str, recipe: tuple[str, ...], mode: str) -> None:
     """Known bugs of the compiler gave wrong gradients of LayerNorm without a word."""
-    if detect(device).support(mode) != NATIVE and device == "cuda":
+    if detect(device).support(mode) != NATIVE:
         pytest.skip(f"this GPU has no {mode}")
     exact, eager, compiled = (
         gradients(device, *recipe, *options)
@@ -64,7 +60,7 @@ def test_compiled_gradients_equal_eager_ones_up_to_rounding(device: str, recipe:
         assert (compiled[name] - expected).norm() / size < allowed, name
 
 
-@on_every_device
+@on_a_gpu  # on a CPU: tests/parity
 @pytest.mark.parametrize("mode", ["fp32", "fp16", "bf16_master"])
 def test_a_run_continues_from_its_checkpoint_bit_for_bit(device: str, mode: str, tmp_path: Path) -> None:
     options = (*GPT2, *FOUR, f"precision={mode}", "deterministic=true", "ema=default", "recipe.dropout=0.1")

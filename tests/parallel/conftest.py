@@ -61,7 +61,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Foun
             env=forked_environment(),
             capture_output=True,
             text=True,
-            timeout=400,
+            timeout=900,
         )
         assert ended.returncode == 0, ended.stderr[-4000:]
         parts = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]

@@ -20,10 +20,10 @@ MODES = ("ddp", "fsdp")
 @pytest.mark.parametrize("processes", [2, 4])
 def test_gradient_loss_norm_and_score_are_those_of_one_process(processes: int, mode: str, ranks: Ranks) -> None:
     """1 × 4, 2 × 2 and 4 × 1 microbatches of 2 samples with unequal numbers of targets, fp64, clipped by norm."""
-    (alone,) = ranks("four" if processes == 4 else "all", 1)
+    (alone,) = ranks("all", 1)
     expected = alone["gradient"]["single"]["fp64 2"]
     assert expected["norm"] > 0.1  # far above the clip
-    for found in ranks("four" if processes == 4 else "all", processes):
+    for found in ranks("gradient" if processes == 4 else "all", processes):
         for case, step in found["gradient"][mode].items():
             if not case.startswith("fp64"):
                 continue

@@ -27,22 +27,15 @@ IMAGES = ("recipe=resnet", "recipe.arch=timm/test_convnext", "data=digits", "aug
 STEPS = ("steps=4", "batch_size=8", "micro_batch_size=2", "clip=norm", "eval_samples=4")
 SGD, HALVES = ("optimizer=sgd", "optimizer.lr=0.1"), ("fp16_master", "bf16_sr", "bf16_pure", "fp16_pure")
 RULES: dict[str, tuple[str, ...]] = {
-    "freeze": ("freeze=['0.?',2.4.bias]",),
     "freeze bf16_master": ("freeze=['0.?',2.4.bias]", "precision=bf16_master"),
     "groups": ("optimizer.groups={0.0.*:{lr:3},bias:{lr:0.5},1.?:{weight_decay:0.5}}", "optimizer.layer_decay=0.8"),
-    "groups bf16_master": ("optimizer.groups={0.0.*:{lr:3},bias:{lr:0.5}}", "precision=bf16_master"),
-    "muon": ("optimizer=muon", "optimizer.lr=0.02", "optimizer.groups={bias:{lr:0.5}}"),
-    "muon bf16": ("optimizer=muon", "optimizer.lr=0.02", "precision=bf16"),
-    "lion": ("optimizer=lion", "optimizer.lr=1e-3"),
+    "muon bf16": ("optimizer=muon", "optimizer.lr=0.02", "optimizer.groups={bias:{lr:0.5}}", "precision=bf16"),
     "lamb bf16_master": ("optimizer=lamb", "precision=bf16_master"),
     "adafactor": ("optimizer=adafactor",),
     "bf16 state": ("optimizer.state=bf16", "optimizer.layer_decay=0.8"),
-    "bf16 state bf16_master": ("optimizer.state=bf16", "precision=bf16_master"),
-    "average": ("ema=default", "ema.decay=0.5"),
     "average bf16_master": ("ema=default", "ema.decay=0.5", "precision=bf16_master", "optimizer.lr=0.1"),
     **{mode: (*SGD, f"precision={mode}", "scaler.init=1024") for mode in HALVES},
     "mixing": ("augment.mixup=0.4", "augment.cutmix=1"),
-    "lora": ("recipe.lora.rank=2", "optimizer.lr=0.02"),
     "lora bf16_master": ("recipe.lora.rank=2", "optimizer=sgd", "optimizer.lr=0.5", "precision=bf16_master"),
 }
 """Overrides by name."""

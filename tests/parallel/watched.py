@@ -1,4 +1,4 @@
-"""What each rank of a watched loop does, started by torchrun: ``-m tests.parallel.watched KIND FOLDER``.
+"""What each rank of watched loops does, started by torchrun: ``-m tests.parallel.watched FOLDER``.
 
 At step 3, rank 1's own batch makes a square root of something below 0.
 """
@@ -80,14 +80,15 @@ def trained(kind: str, folder: Path | None) -> tuple[list[Tensor], dict[str, obj
 
 
 def main() -> None:
-    kind, folder = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    plain, _ = trained(kind, None)
-    watched, found = trained(kind, Path(folder) / "pages")
-    found["same"] = all(torch.equal(one, other) for one, other in zip(plain, watched, strict=True))
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
+    for kind in ("ddp", "ddp_alone", "fsdp", "fsdp_low", "fsdp_early"):
+        folder = Path(sys.argv[1], kind)
+        folder.mkdir(exist_ok=True)
+        plain, _ = trained(kind, None)
+        watched, found = trained(kind, folder / "pages")
+        found["same"] = all(torch.equal(one, other) for one, other in zip(plain, watched, strict=True))
+        (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 

@@ -22,7 +22,7 @@ STEPS = 11
 RECIPES = {
     "gpt2": [
         *("recipe=gpt2", "recipe.size=tiny", "recipe.context=16", "recipe.dropout=0.1"),
-        *("data=synthetic", "data.vocab_size=90"),
+        *("data=synthetic", "data.vocab_size=90", "ema=default"),
     ],
     # Batch norm's buffers, channels_last, and SGD's momentum.
     "resnet": [
@@ -82,37 +82,17 @@ def end_state(folder: Path) -> tuple[Any, ...]:
     return saved.tensors(), saved.progress, saved.scores, saved.loss_scale
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    done: dict[tuple[str, str], Path] = {}
-
-    def run(recipe: str, mode: str) -> Path:
-        if (recipe, mode) not in done:
-            done[recipe, mode] = tmp_path_factory.mktemp(f"{recipe}-{mode}")
-            go(done[recipe, mode], recipe, mode)
-        return done[recipe, mode]
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("recipe", "mode"),
-    [
-        ("gpt2", "fp32"),
-        ("gpt2", "fp16"),
-        ("resnet", "bf16"),
-        ("gpt2", "fp16_master"),
-        ("gpt2", "bf16_sr"),
-        ("gpt2", "nvfp4"),
-    ],
+    [("gpt2", "fp16_master"), ("resnet", "bf16"), ("gpt2", "bf16_sr")],
 )
 def test_a_run_stopped_repeatedly_equals_an_uninterrupted_one(
-    recipe: str, mode: str, tmp_path: Path, at_step: AtStep, uninterrupted: Callable[[str, str], Path]
+    recipe: str, mode: str, tmp_path: Path, at_step: AtStep, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """After the first step, within a log window, before evaluations, within new and resumed ones, at the last step."""
-    whole = uninterrupted(recipe, mode)
+    """After the first step, within a log window, within evaluations, at the last step."""
+    go(whole := tmp_path_factory.mktemp("whole"), recipe, mode)
     resume = "null"
-    for step, evaluated in ((1, None), (3, None), (5, None), (-1, 5), (8, None), (-1, 10), (STEPS, None)):
+    for step, evaluated in ((1, None), (3, None), (-1, 5), (-1, 10), (STEPS, None)):
         at_step(step, interrupt, evaluated)
         step = evaluated or step
         with pytest.raises(Interrupted, match=f"after step {step}, saved"):

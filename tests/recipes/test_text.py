@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import json
 import resource
 import tracemalloc
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -16,7 +14,7 @@ from recipes.data.text import tokens as token_store
 from recipes.data.text.corpus import PythonDocs, TextFiles
 from recipes.data.text.documents import Text, split
 from recipes.data.text.pretrained import Pretrained
-from recipes.data.text.tokenizers import BytePairs, Characters
+from recipes.data.text.tokenizers import BytePairs
 from recipes.data.text.tokens import TokenData
 from trainer.errors import UserError
 
@@ -55,15 +53,6 @@ def test_tinyshakespeare_in_characters_is_nanogpts(shared_data: Path) -> None:
     assert (len(data.train), len(data.valid), data.tokenizer.vocab_size) == (1_003_854, 111_540, 65)
 
 
-def test_the_characters_of_a_long_text_are_collected_piece_by_piece() -> None:
-    tracemalloc.start()
-    tokenizer = Characters.train(chr(97 + number % 26) * 2**16 for number in range(400))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert tokenizer.vocab_size == 27
-    assert peak < 2**20  # of 26 MB
-
-
 @pytest.mark.parametrize("tokenizer", ["bpe", "chars", "bytes"])
 def test_one_file_is_cut_at_nine_tenths_and_nothing_is_lost(file: Path, tokenizer: str) -> None:
     text = "".join(LINES)
@@ -86,10 +75,10 @@ def test_many_files_are_split_whole_with_a_mark_between_them(folder: Path) -> No
 
 
 def test_a_file_as_large_as_the_validation_part_stays_in_training() -> None:
-    sizes = np.full(61, 10)
-    sizes[7] = 60
+    sizes, first = np.full(61, 10), np.random.default_rng(0).permutation(61)[0]  # which is drawn before the others
+    sizes[first] = 60
     train, valid = split(Text(sizes, lambda rows: ([str(row)] for row in rows), "sizes", range(61)), 0.1)
-    assert ["7"] in list(train)
+    assert [str(first)] in list(train)
     assert len(list(valid)) == 6
 
 
@@ -137,14 +126,14 @@ def test_pieces_give_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_large_file_is_not_held_in_memory(tmp_path: Path) -> None:
     line = "a line of text.\n" * 64
     path = tmp_path / "large.txt"
-    path.write_text(line * 2**12)
+    path.write_text(line * 2**11)
     (document,) = TextFiles(path=str(path)).splits()[0].read([0])
     tracemalloc.start()
     characters = sum(len(piece) for piece in token_store.pieces(document))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert characters == len(line) * 2**12  # 4 M
-    assert peak < 2e6
+    assert characters == len(line) * 2**11  # 2 M
+    assert peak < 1e6
 
 
 def test_the_text_of_unknown_words_is_text_and_nothing_is_cut_off_or_padded(tmp_path: Path) -> None:
@@ -159,11 +148,11 @@ def test_the_text_of_unknown_words_is_text_and_nothing_is_cut_off_or_padded(tmp_
     assert size == len("known strange   other")
 
 
-def test_gpt2s_tokenizer_from_a_folder(shared_data: Path) -> None:
+def test_gpt2s_tokenizer_from_a_folder(shared_data: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    source = shared_data / "tinyshakespeare.txt"
-    place = shared_data / "gpt2-tokenizer"
+    source, place = tmp_path / "some.txt", shared_data / "gpt2-tokenizer"
+    source.write_text((shared_data / "tinyshakespeare.txt").read_text()[:20_000])
     data = TextFiles(path=str(source), tokenizer=str(place)).tokens(None)
     text = source.read_text()
     expected = AutoTokenizer.from_pretrained(place)(text[: int(len(text) * 0.9)], verbose=False)["input_ids"]
@@ -228,32 +217,33 @@ def test_a_killed_preparation_leaves_nothing_that_looks_finished(
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "words"),
     [
         (b"", "is empty, or blank"),
-        (b" \n\n\t\r\n" * 50, "is empty, or blank; set data.path to a file or folder that has text"),
+        (b" \n\n\t\r\n" * 50, "is empty, or blank"),
         (b"\xef\xbb\xbf", "is empty, or blank"),
-        (b"a", "no text is left for the train part"),
-        (b"fine\nuntil\x00here", "bad.txt is not utf-8 text: line 2 has a zero byte; give a file of text, or set"),
-        (b"PK\x03\x04\x14\0\x06\0word/document.xml", "is not utf-8 text: line 1 has a zero byte"),
-        (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3", "is not utf-8 text: line 2 has the byte 0xe2 at offset 10"),
-        (b"fine\ncut \xc3", "is not utf-8 text: line 2 has the byte 0xc3 at offset 9"),
+        (b"a", "the train part"),
+        (b"fine\nuntil\x00here", "line 2 has a zero byte"),
+        (b"PK\x03\x04\x14\0\x06\0word/document.xml", "line 1 has a zero byte"),
+        (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3", "line 2 has the byte 0xe2 at offset 10"),
+        (b"fine\ncut \xc3", "line 2 has the byte 0xc3 at offset 9"),
     ],
 )
-def test_files_that_are_no_text(tmp_path: Path, cache: Path, content: bytes, message: str) -> None:
-    path = tmp_path / "bad.txt"
-    path.write_bytes(content)
-    for tokenizer in ("bpe", "chars", "bytes"):
-        with pytest.raises(UserError, match=message):
-            TextFiles(path=str(path), tokenizer=tokenizer).tokens(None)
+def test_files_that_are_no_text(tmp_path: Path, cache: Path, content: bytes, words: str) -> None:
+    (tmp_path / "bad.txt").write_bytes(content)
+    with pytest.raises(UserError, match=words):
+        TextFiles(path=str(tmp_path / "bad.txt")).tokens(None)
     assert not list(cache.rglob("*.bin"))
 
 
-@pytest.mark.parametrize("lines", [3, 30_000])  # in the first piece that is read, and in a later one
-@pytest.mark.parametrize("ending", ["\n", "\r\n"])
 @pytest.mark.parametrize(
-    ("encoding", "mark", "wrong"),
-    [("utf-8", "", b"\x92"), ("utf-8", "\ufeff", b"\x92"), ("ascii", "", b"\x92"), ("gb18030", "", b"\xff")],
+    ("encoding", "mark", "wrong", "ending", "lines"),
+    [
+        ("utf-8", "", b"\x92", "\n", 3),
+        ("utf-8", "\ufeff", b"\x92", "\r\n", 30_000),  # in a later piece that is read
+        ("ascii", "", b"\x92", "\r\n", 3),
+        ("gb18030", "", b"\xff", "\n", 30_000),
+    ],
 )
 def test_the_line_and_the_offset_of_a_wrong_byte(
     encoding: str, mark: str, wrong: bytes, ending: str, lines: int, tmp_path: Path
@@ -262,7 +252,7 @@ def test_the_line_and_the_offset_of_a_wrong_byte(
     before = f"{mark}{f'a line, {name}{ending}' * lines}and it".encode(encoding)
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.txt").write_bytes(before + wrong + b"s here\n" * 3000)
-    where = f"b.txt is not {encoding} text: line {lines + 1:,} has the byte 0x{wrong[0]:02x} at offset {len(before):,};"
+    where = f"line {lines + 1:,} has the byte 0x{wrong[0]:02x} at offset {len(before):,};"
     with pytest.raises(UserError, match=where):
         TextFiles(path=str(tmp_path), tokenizer="bytes", encoding=encoding).tokens(None)
 
@@ -271,55 +261,22 @@ LETTERS = "Über die Äpfel, süß wie Öl.\n" * 99
 
 
 @pytest.mark.parametrize("written", ["utf-8", "utf-8-sig", "latin-1", "utf-16", "utf-16-le"])
-def test_text_is_read_in_an_encoding_that_the_error_names(written: str, tmp_path: Path) -> None:
-    path, encoding, tried = tmp_path / "a.txt", "utf-8", []
+def test_text_is_read_in_the_encoding_that_is_set(written: str, tmp_path: Path) -> None:
+    """Of utf-8, whatever its name, a byte order mark is no text; any other encoding has to be set."""
+    path = tmp_path / "a.txt"
     path.write_bytes(LETTERS.encode(written))
-    while True:
-        try:
-            data = TextFiles(path=str(path), tokenizer="chars", encoding=encoding).tokens(None)
-            break
-        except UserError as error:
-            tried.append(encoding)
-            choices = str(error).partition("such as data.encoding=")[2].split(" or ")
-            encoding = written if written in choices else choices[-1]
+    if not written.startswith("utf-8"):
+        with pytest.raises(UserError, match=r"data\.encoding="):
+            TextFiles(path=str(path), tokenizer="chars").tokens(None)
+    encoding = "UTF8" if written == "utf-8-sig" else written
+    data = TextFiles(path=str(path), tokenizer="chars", encoding=encoding).tokens(None)
     assert "".join(decoded(data)) == LETTERS
-    assert len(tried) == {"latin-1": 1, "utf-16": 1, "utf-16-le": 2}.get(written, 0)
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "UTF8", "utf_8"])
-def test_a_byte_order_mark_is_no_text_under_any_name_of_utf8(encoding: str, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(LETTERS, encoding="utf-8-sig")
-    data = TextFiles(path=str(tmp_path), tokenizer="chars", encoding=encoding).tokens(None)
-    assert "".join(decoded(data)) == LETTERS
-
-
-@pytest.mark.parametrize("encoding", ["latin-l", "base64", ""])
-def test_an_encoding_that_python_does_not_know(encoding: str, file: Path) -> None:
-    with pytest.raises(UserError, match=f"data.encoding={encoding} is not a text encoding .*; use utf-8, "):
-        TextFiles(path=str(file), encoding=encoding)
-
-
-def test_a_path_that_is_not_there_names_the_nearest(file: Path) -> None:
-    with pytest.raises(UserError, match=r"no such file or folder; did you mean 'code.txt'\?; give a file or folder"):
-        TextFiles(path=str(file.with_name("cod.txt")))
 
 
 def test_a_folder_without_matching_files_lists_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("text")
     with pytest.raises(UserError, match=r"data.pattern=\*.txt \(it has \*.md\)"):
         TextFiles(path=str(tmp_path)).tokens(None)
-    with pytest.raises(UserError, match=r"data.pattern=/a/\*.md \(it has \*.md\)"):
-        TextFiles(path=str(tmp_path), pattern="/a/*.md").tokens(None)
-    for pattern in ("*.md", "**.md", "**/*.md"):
-        TextFiles(path=str(tmp_path), pattern=pattern, tokenizer="bytes").tokens(None)
-
-
-def test_a_pattern_in_the_place_of_a_path_is_told_where_it_belongs(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my code").mkdir()
-    (tmp_path / "my code" / "a.py").write_text("text")
-    with pytest.raises(UserError, match=r"set data.path='my code' data.pattern='\*.py'$"):
-        TextFiles(path="my code/*.py")
 
 
 def test_a_pattern_finds_names_in_capitals_and_in_folders(tmp_path: Path) -> None:
@@ -327,15 +284,10 @@ def test_a_pattern_finds_names_in_capitals_and_in_folders(tmp_path: Path) -> Non
     (texts / "old").mkdir(parents=True)
     for name in ("a.txt", "B.TXT", "old/c.Txt", "d.md"):
         (texts / name).write_text("x" * 9)
-    found = {"*.txt": 27, "old/*.txt": 9, "**/*.txt": 27, "?.TXT": 27, "[ab].txt": 18, "*": 36}
+    found = {"*.txt": 27, "old/*.txt": 9, "**/*.txt": 27, "?.TXT": 27, "[ab].txt": 18, "*": 36, "**.md": 9}
     for pattern, size in found.items():
         data = TextFiles(path=str(texts), pattern=pattern, tokenizer="bytes").tokens(None)
         assert sum(data.text_bytes.values()) == size, pattern
-
-
-def test_a_cache_folder_that_cannot_be_written(file: Path) -> None:
-    with pytest.raises(UserError, match=r"data.cache_dir=.* MANTISSA_CACHE"):
-        TextFiles(path=str(file), tokenizer="bytes", cache_dir=str(file)).tokens(None)
 
 
 def test_a_disk_that_fills_up_while_text_is_tokenized(tmp_path: Path) -> None:
@@ -343,7 +295,7 @@ def test_a_disk_that_fills_up_while_text_is_tokenized(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # Python ignores the signal
     try:
-        with pytest.raises(UserError, match=r"cache cannot be written \(.*\); free disk space, or set another folder"):
+        with pytest.raises(UserError, match="free disk space"):
             TextFiles(path=str(tmp_path / "big.txt"), tokenizer="bytes", cache_dir=str(tmp_path / "cache")).tokens(None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -355,17 +307,8 @@ def test_a_disk_that_fills_up_while_text_is_tokenized(tmp_path: Path) -> None:
 def test_a_hub_tokenizer_while_offline(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     for name, override in (("data.tokenizer", None), ("init_from", "nobody/nothing")):
-        with pytest.raises(
-            UserError, match=rf"{name}=nobody/nothing is not complete in the local cache, and .* does not answer"
-        ):
+        with pytest.raises(UserError, match=f"{name}=nobody/nothing"):
             TextFiles(path=str(file), tokenizer="bpe" if override else "nobody/nothing").tokens(override)
     for name in ("./nowhere", "/no/such/tokenizer", "a/b/c"):
-        with pytest.raises(UserError, match=f"data.tokenizer={name}: there is no such file or folder"):
+        with pytest.raises(UserError, match=f"data.tokenizer={name}"):
             TextFiles(path=str(file), tokenizer=name).tokens(None)
-
-
-def test_a_folder_without_a_tokenizer(file: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "config.json").write_text(json.dumps({}))
-    with pytest.raises(UserError, match="has no tokenizer that opens"):
-        TextFiles(path=str(file), tokenizer=str(tmp_path / "empty")).tokens(None)

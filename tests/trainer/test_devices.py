@@ -97,7 +97,7 @@ def test_a_device_is_found_by_its_type_and_by_auto(kind: DeviceKind) -> None:
     assert found.support("tf32") == (NATIVE if kind is CUDA else UNAVAILABLE)
     assert found.support("fp8") == (NATIVE if kind is CUDA else EMULATED)
     if kind is not CPU:
-        with pytest.raises(UserError, match=f"device={kind.type}:2: this machine has 2 GPU"):
+        with pytest.raises(UserError, match=f"device={kind.type}:2"):
             detect(f"{kind.type}:2")
 
 
@@ -105,7 +105,7 @@ def test_a_device_is_found_by_its_type_and_by_auto(kind: DeviceKind) -> None:
 @pytest.mark.usefixtures("fake")
 def test_what_is_not_here_is_refused_in_one_sentence(kind: DeviceKind) -> None:
     for device in {each.type for each in DEVICE_KINDS} - {"cpu", kind.type}:
-        with pytest.raises(UserError, match=rf"device={device}: torch finds no \w+ GPU here; use device=cpu or "):
+        with pytest.raises(UserError, match=rf"device={device}: .*use device=cpu"):
             detect(device)
     for device, why in (("cuda:x", "is not a device"), ("tpu", "is not a device"), ("hpu", "is not supported")):
         with pytest.raises(UserError, match=f"device={device} {why}; use auto, cpu, "):
@@ -143,7 +143,7 @@ def test_tensors_of_several_processes_go_through_the_devices_backend(
         dist, "init_process_group", lambda backend, device_id, **options: joined.append((backend, device_id))
     )
     if kind is MPS:
-        with pytest.raises(UserError, match=r"device=mps with parallel=ddp: .* use cpu, cuda, xpu or auto"):
+        with pytest.raises(UserError, match="use cpu, cuda, xpu or auto"):
             DDP().world("mps")
         return
     DDP().world(kind.type)

@@ -50,7 +50,7 @@ from trainer.hardware import peak_memory_bytes, reset_peak_memory
 
 cpu = torch.device("cpu")
 peaks = []
-for megabytes in (0, 512, 256, 0):
+for megabytes in (0, 256, 128, 0):
     reset_peak_memory(cpu)
     block = torch.ones(megabytes * 2**20, dtype=torch.uint8)
     del block
@@ -64,9 +64,9 @@ def test_the_peak_of_the_process_is_remembered_after_the_memory_is_given_back_an
     command = [sys.executable, "-c", PEAKS]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True)
     start, large, small, end = map(int, done.stdout.split())
-    assert large - start == pytest.approx(512, abs=64)
-    assert small - start == pytest.approx(256, abs=64)
-    assert end - start == pytest.approx(0, abs=64)
+    assert large - start == pytest.approx(256, abs=32)
+    assert small - start == pytest.approx(128, abs=32)
+    assert end - start == pytest.approx(0, abs=32)
 
 
 FAULTS = """
@@ -78,7 +78,7 @@ from trainer.hardware import keep_freed_memory, release_kept_memory
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(8):
-        torch.ones(2**24)  # 64 MiB
+        torch.ones(2**22)  # 16 MiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 torch.ones(2**20)  # starts torch's threads
@@ -106,7 +106,7 @@ def test_new_tensors_take_the_memory_of_freed_ones_unless_the_user_tunes_the_all
         # Pages went back. A free block that lies below one in use may still serve more than one of the eight tensors.
         assert after > first / 10
         assert kept < first / 50
-        assert released >= 60
+        assert released >= 15
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from trainer.trainer import Trainer
 
 def test_a_recipe_without_predictions_has_none() -> None:
     trainer = Trainer.from_config(Config(SmallConvNet(), NoData(), metrics=["ece"]), CPU)
-    with pytest.raises(UserError, match=r"returns no predictions, so it has only loss; leave metrics=\['ece'\] out"):
+    with pytest.raises(UserError, match=r"leave metrics=\['ece'\] out"):
         trainer.metric_names()
 
 
@@ -46,7 +46,7 @@ def test_a_value_for_each_class_is_refused() -> None:
             return {"recall": MulticlassRecall(5, average=None)}
 
     found = Metrics(Own(), None, None, torch.device("cpu"))
-    with pytest.raises(UserError, match=r"recall is not a scalar.* ClasswiseWrapper\(metric\)"):
+    with pytest.raises(UserError, match=r"recall.*ClasswiseWrapper"):
         found.names_in(LossOutput(torch.tensor(1.0), {}, torch.rand(4, 5), torch.arange(4)))
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from recipes.data.images.pixels import IMAGENET_MEAN
 from tests.helpers import CPU, compose, fit, same_bits, start, trainer_of
 from trainer.errors import UserError
-from trainer.run.forecast import meta_model
 
 ARCH = "shufflenet_v2_x0_5"
 SMALL = ("recipe=resnet", f"recipe.arch={ARCH}", "batch_size=4", "steps=2", "eval_samples=8")
@@ -70,21 +69,6 @@ def test_weights_of_torchvision_by_name_with_a_new_head_and_their_normalisation(
     assert trainer.recipe.summary_fields(trainer.model, trainer.datasets)["pretrained"] == "IMAGENET1K_V1"
 
 
-def test_as_many_classes_keep_the_head(hub: None, published: dict[str, Tensor]) -> None:
-    trainer = trainer_of(*SMALL, "init_from=DEFAULT", "data=synthetic", "recipe.image_size=32")
-    assert same_bits(trainer.model.state_dict(), published)
-    assert next(meta_model(trainer.recipe, trainer.datasets).parameters()).is_meta  # a forecast reads no weights
-
-
-def test_weights_from_a_file(published: dict[str, Tensor], tmp_path: Path) -> None:
-    torch.save(published, tmp_path / "plain.pth")
-    save_file(published, tmp_path / "weights.safetensors")
-    for name in ("plain.pth", "weights.safetensors"):
-        trainer = trainer_of(*SMALL, f"init_from={tmp_path / name}")
-        assert same_bits(body(trainer.model.state_dict()), body(published))
-        assert trainer.datasets.mean == IMAGENET_MEAN  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("nested", [True, False])  # of today's timm, and of its first ones on the hub
 def test_a_folder_of_timm_on_the_hub_gives_its_normalisation(
     nested: bool, published: dict[str, Tensor], tmp_path: Path
@@ -93,18 +77,10 @@ def test_a_folder_of_timm_on_the_hub_gives_its_normalisation(
     given = {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]}
     config = {"architecture": ARCH, "num_classes": 1000} | ({"pretrained_cfg": given} if nested else given)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    for path in (tmp_path, tmp_path / "model.safetensors"):
-        datasets: Any = trainer_of(*SMALL, f"init_from={path}").datasets
-        assert (datasets.mean, datasets.std) == ((0.5,) * 3, (0.25,) * 3)
-
-
-def test_a_classifier_of_transformers_is_named(tmp_path: Path) -> None:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic")
-    ResNetForImageClassification(config).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"trained with; those of transformers do not fit$"):
-        trainer_of(*SMALL, f"init_from={tmp_path}")
+    trainer = trainer_of(*SMALL, f"init_from={tmp_path if nested else tmp_path / 'model.safetensors'}")
+    datasets: Any = trainer.datasets
+    assert (datasets.mean, datasets.std) == ((0.5,) * 3, (0.25,) * 3)
+    assert same_bits(body(trainer.model.state_dict()), body(published))
 
 
 def test_a_body_without_a_head_or_with_another_kind_of_head_gets_a_new_one(
@@ -147,11 +123,10 @@ def test_other_classes_of_the_same_number_have_a_new_head(best: Path, tmp_path: 
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(np.random.default_rng(index).integers(0, 256, (30, 30, 3), np.uint8)).save(file)
     photos = ("data=imagefolder", f"data.path={tmp_path / 'photos'}", "loader.workers=0")
-    for source in (best, best / "model.safetensors"):
-        trainer = trainer_of(*SMALL, f"init_from={source}", "recipe.image_size=24", *photos)
-        (_, exported), state = opened(best), trainer.model.state_dict()
-        assert same_bits(body(state), body(exported))
-        assert not torch.equal(state["fc.weight"], exported["fc.weight"])
+    trainer = trainer_of(*SMALL, f"init_from={best}", "recipe.image_size=24", *photos)
+    (_, exported), state = opened(best), trainer.model.state_dict()
+    assert same_bits(body(state), body(exported))
+    assert not torch.equal(state["fc.weight"], exported["fc.weight"])
 
 
 def test_weights_of_timm_are_downloaded_under_its_name_for_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,22 +175,15 @@ def test_a_failed_download_names_a_file_as_the_remedy(tmp_path: Path, monkeypatc
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("torch.hub.urlopen", offline)
-    with pytest.raises(UserError, match=r"could not be downloaded .*no route to host.* init_from=weights\.pth"):
+    with pytest.raises(UserError, match=r"no route to host.* init_from=weights\.pth"):
         start(compose(*SMALL, "init_from=DEFAULT"))
     # A proxy's page instead of the file: nothing is kept of it.
     monkeypatch.setattr(
         "torch.hub.urlopen", lambda *_, **__: urllib.response.addinfourl(BytesIO(b"log in"), Message(), "")
     )
-    with pytest.raises(UserError, match=r"could not be downloaded .*invalid hash value.* init_from=weights\.pth"):
+    with pytest.raises(UserError, match=r"invalid hash value.* init_from=weights\.pth"):
         start(compose(*SMALL, "init_from=DEFAULT"))
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
-
-
-def test_a_damaged_copy_of_a_download_is_to_be_removed(hub: None, tmp_path: Path) -> None:
-    (copy,) = (tmp_path / "hub" / "checkpoints").iterdir()
-    copy.write_bytes(copy.read_bytes()[:1000])
-    with pytest.raises(UserError, match=r"remove a damaged copy from its cache \(see TORCH_HOME\)"):
-        start(compose(*SMALL, "init_from=DEFAULT"))
 
 
 def test_what_keeps_weights_of_timm_from_the_hub_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,17 +191,3 @@ def test_what_keeps_weights_of_timm_from_the_hub_is_named(tmp_path: Path, monkey
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError, match=r"downloaded or opened .*HF_HUB_OFFLINE"):
         start(compose(*SMALL, "recipe.arch=timm/test_resnet", "init_from=DEFAULT"))
-
-
-def test_files_that_are_no_weights_of_this_model_are_refused(published: dict[str, Tensor], tmp_path: Path) -> None:
-    def refused(message: str, *overrides: str) -> None:
-        with pytest.raises(UserError, match=message):
-            start(compose(*SMALL, f"init_from={tmp_path / 'w.pth'}", *overrides))
-
-    (tmp_path / "w.pth").write_bytes(b"no weights")
-    refused(r"w\.pth cannot be opened as weights \(w\.pth, 10 bytes: ")
-    torch.save(published, tmp_path / "w.pth")
-    other = ("recipe.arch=squeezenet1_1", "recipe.image_size=32")
-    refused(r"none of its names .* is one of this model .*; set the recipe\.arch", *other)
-    torch.save({name: tensor for name, tensor in published.items() if name != "conv5.0.weight"}, tmp_path / "w.pth")
-    refused(r"337 of 338 names fit, conv5.0.weight is missing; set the recipe\.arch")

@@ -10,7 +10,6 @@ import torch
 
 from recipes.data.images.arrays import Digits
 from recipes.resnet import ResNet
-from recipes.vision import architectures
 from tests.helpers import CPU, fit, same_bits, trainer_of
 from trainer.errors import UserError
 from trainer.trainer import Trainer
@@ -44,16 +43,7 @@ def test_its_blocks_are_recomputed_without_a_change(trained: Trainer) -> None:
     assert same_bits(trained.model.state_dict(), again.model.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("arch", "count"),
-    [("vit_tiny_patch16_224", 12), ("convnext_atto", 12), ("efficientnet_b0", 16)],
-)
-def test_families_of_timm_have_blocks(arch: str, count: int) -> None:
-    with torch.device("meta"):
-        assert len(architectures.blocks(architectures.build(f"timm/{arch}", 224, 10))) == count
-
-
 def test_without_timm_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs timm, which is not installed; pip install 'timm>=1\.0\.20'"):
+    with pytest.raises(UserError, match="pip install 'timm"):
         ResNet(arch="timm/resnet18").resolve(CPU, Digits())

@@ -20,8 +20,7 @@ from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.schema import FORMAT, best_step
-from trainer.checkpoint.store import Checkpoint, CheckpointNotWritten, Snapshot
-from trainer.checkpoint.writer import CheckpointWriter
+from trainer.checkpoint.store import CheckpointNotWritten, Snapshot
 from trainer.errors import UserError
 from trainer.optim.optimizer import Optimizer
 from trainer.optim.state import training_state
@@ -138,14 +137,13 @@ def test_of_damaged_checkpoints_the_newest_before_them_is_taken(
 ) -> None:
     for step in (1, 2, 3):
         write(tmp_path, step)
-    what = f"{name} {'is missing' if name == 'state.json' else 'does not match its SHA-256'}"
     for step in (3, 2):
         DAMAGE[name](tmp_path / f"step-0000000{step}" / name)
         caplog.clear()
         assert load(tmp_path).step == step - 1
-        said = f"step-00000003 is damaged: {what}; step {step - 1}, before it, is whole and is taken"
-        assert said in caplog.messages[0]
-    with pytest.raises(UserError, match=f"step-00000002 is damaged: {what}; start a new run without resume="):
+        assert "step-00000003 is damaged" in caplog.messages[0]
+        assert name in caplog.messages[0]
+    with pytest.raises(UserError, match="step-00000002 is damaged"):
         load(tmp_path, 2)
     checkpoint.set_aside(tmp_path, 1)
     assert sorted(path.name for path in tmp_path.glob("*.damaged")) == [
@@ -153,7 +151,7 @@ def test_of_damaged_checkpoints_the_newest_before_them_is_taken(
     ]
     assert checkpoint.steps(tmp_path) == [1]
     DAMAGE[name](tmp_path / "step-00000001" / name)
-    with pytest.raises(UserError, match=f"step-00000001 is damaged: {what}; no older one is whole; start a new run"):
+    with pytest.raises(UserError, match="step-00000001 is damaged"):
         load(tmp_path)
 
 
@@ -162,17 +160,8 @@ def test_another_format_is_no_damage(tmp_path: Path) -> None:
     manifest = write(tmp_path / "run/checkpoints") / "manifest.json"
     manifest.write_text(manifest.read_text().replace(f'"format": {FORMAT}', '"format": 5'))
     for find in (load, best_step):
-        with pytest.raises(
-            UserError, match=rf"format 5, and this version reads format {FORMAT}; .*/run/best with init_from"
-        ):
+        with pytest.raises(UserError, match=r"format 5.*/run/best with init_from"):
             find(tmp_path / "run/checkpoints")
-
-
-def test_a_file_in_the_place_of_a_partial_checkpoint_stops_none(tmp_path: Path) -> None:
-    for step in (1, 2):
-        (tmp_path / f".step-0000000{step}.partial").touch()
-    write(tmp_path, 1)
-    assert load(tmp_path).step == 1
 
 
 def test_an_interrupted_save_is_invisible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,38 +209,13 @@ def test_new_names_are_flushed_to_the_disk(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", ["step-original", "step-00000009x", "step-9", "step-٠٠٠٠٠٠٠٩", ".step-a.old"])
-def test_folders_with_other_names_are_ignored(name: str, tmp_path: Path) -> None:
+def test_what_a_person_or_a_system_leaves_among_checkpoints_is_ignored(name: str, tmp_path: Path) -> None:
     shutil.copytree(write(tmp_path, 3), tmp_path / name)
+    (tmp_path / "step-00000003/._state.json").write_bytes(b"x")
     assert (checkpoint.steps(tmp_path), checkpoint.best_step(tmp_path), load(tmp_path).step) == ([3], None, 3)
     write(tmp_path, 4)
     checkpoint.prune(tmp_path, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "step-00000004"])
-
-
-@pytest.mark.parametrize("name", [".DS_Store", "._state.json", ".nfs0000"])
-def test_what_a_system_leaves_in_a_folder_is_no_damage(name: str, tmp_path: Path) -> None:
-    (write(tmp_path, 3) / name).write_bytes(b"x")
-    assert load(tmp_path).step == 3
-
-
-def test_a_kill_while_an_old_checkpoint_is_removed_leaves_nothing_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for step in (1, 2):
-        write(tmp_path, step)
-
-    def killed(path: Path, ignore_errors: bool = False) -> None:
-        if path.exists():
-            (path / checkpoint.MANIFEST_FILE).unlink()
-            raise SystemExit
-
-    with monkeypatch.context() as patch:
-        patch.setattr("shutil.rmtree", killed)
-        with pytest.raises(SystemExit):
-            checkpoint.prune(tmp_path, 1)
-    assert checkpoint.steps(tmp_path) == [2]
-    CheckpointWriter(Checkpoint(), tmp_path, World()).prune()  # of the process that continues the run
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
 @pytest.mark.parametrize(
@@ -259,7 +223,8 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_nothing_for_ever(
     [(0, 2, [2, 5]), (1, None, [5]), (2, None, [4, 5]), (1, 2, [2, 5]), (1, 5, [5]), (9, 1, [1, 2, 3, 4, 5])],
 )
 def test_prune_keeps_the_newest_and_the_best(keep: int, best: int | None, left: list[int], tmp_path: Path) -> None:
-    (tmp_path / ".step-00000009.partial").mkdir()  # of a process that was killed
+    for rest in (".step-00000009.partial", ".step-00000001.old"):  # of a process that was killed
+        (tmp_path / rest).mkdir()
     net = Net(0)
     for step in range(1, 6):
         save(tmp_path, step, net, OPTIMIZERS["sgd"].build(net, CPU), {}, best and float(step != best))

@@ -97,10 +97,6 @@ def flip_a_bit(draw: Draw, folder: Path) -> None:
     path.write_bytes(content)
 
 
-def remove(draw: Draw, folder: Path) -> None:
-    (folder / draw.choice(HASHED)).unlink()
-
-
 def name_a_file_elsewhere(draw: Draw, folder: Path) -> None:
     name = draw.choice(["../run.json", "/etc/passwd", "a/b", "", ".", "..", "é" * 300])
     edit(folder, "manifest.json", lambda manifest: manifest["sha256"].update({name: "0" * 64}))
@@ -146,10 +142,7 @@ def plant_an_option(draw: Draw, folder: Path) -> None:
 
 
 HARMLESS = (plant_an_option,)
-REFUSED = (
-    *(truncate, flip_a_bit, remove, name_a_file_elsewhere),
-    *(rename, change_the_state, change_a_tensor),
-)
+REFUSED = (*(truncate, flip_a_bit, name_a_file_elsewhere, rename, change_the_state, change_a_tensor),)
 
 
 @pytest.mark.parametrize("mutation", [*REFUSED, *HARMLESS], ids=lambda each: each.__name__)
@@ -183,11 +176,11 @@ class Bomb:
         return open, (str(self.mark), "w")
 
 
-@pytest.mark.parametrize("name", TENSORS)
-def test_a_pickle_with_a_valid_hash_is_not_executed(name: str, saved: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_pickle_with_a_valid_hash_is_not_executed(saved: tuple[Path, Any], tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints" / NAME
     shutil.copytree(saved[0] / NAME, folder)
-    write(folder, name, pickle.dumps(Bomb(tmp_path / "it ran")))
+    for name in TENSORS:
+        write(folder, name, pickle.dumps(Bomb(tmp_path / "it ran")))
     with pytest.raises(SafetensorError):
         load(folder.parent).rng(0)
     assert not (tmp_path / "it ran").exists()

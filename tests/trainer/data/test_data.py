@@ -91,10 +91,9 @@ def test_microbatches_change_no_sample(micro_batch_size: int, loader: Loader) ->
     assert flat(steps) == flat(stream(Loader(0), Batching(8, 8)))
 
 
-@pytest.mark.parametrize("loader", [Loader(2), PinnedLoader(2)], ids=["plain", "pinned"])
-def test_workers_change_no_sample(loader: Loader) -> None:
+def test_workers_change_no_sample() -> None:
     """Forty steps, so that each worker has many."""
-    assert flat(stream(loader, Batching(4, 2), count=40)) == flat(stream(Loader(0), Batching(4, 2), count=40))
+    assert flat(stream(PinnedLoader(2), Batching(4, 2), count=40)) == flat(stream(Loader(0), Batching(4, 2), count=40))
 
 
 @pytest.mark.parametrize("first", [1, 4, 8])
@@ -125,7 +124,7 @@ def test_a_loading_process_that_the_system_ends_is_one_sentence() -> None:
     for process in multiprocessing.active_children():
         assert process.pid
         os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(RunError, match=r"ended from outside, .*; set loader\.workers=1 \("):
+    with pytest.raises(RunError, match=r"loader\.workers=1"):
         list(steps)
 
 
@@ -147,11 +146,6 @@ def test_on_device_loader_repeats_the_first_step() -> None:
     assert all(flat([step]) == first for step in steps)
 
 
-def test_auto_workers_are_for_data_that_decodes() -> None:
-    assert Loader().processes(False, CPU) == 0
-    assert Loader(3).processes(False, CPU) == 3
-
-
 @pytest.mark.parametrize(
     ("cores", "ranks", "workers"),
     [(1, 1, 1), (2, 1, 2), (4, 1, 4), (16, 1, 14), (64, 1, 16), (16, 2, 6), (64, 8, 6), (4, 8, 1)],
@@ -161,6 +155,8 @@ def test_auto_workers_leave_cores_to_the_thread_that_launches_kernels_and_to_the
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert Loader().processes(True, replace(CPU, cpu_cores=cores)) == workers
+    assert Loader().processes(False, CPU) == 0  # data that is not decoded needs none
+    assert Loader(3).processes(False, CPU) == 3
 
 
 def test_evaluation_samples_are_spread_evenly_in_order_and_never_augmented() -> None:
@@ -212,18 +208,19 @@ def test_an_evaluation_that_is_told_to_stop_has_no_result() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "micro_batch_size", "micro", "batch"),
-    [(10, 4, "2 or 5", "8 or 12"), (4, 8, "2 or 4", "8"), (480, 100, "80 or 96", "400 or 500")],
+    ("batch_size", "micro_batch_size", "ranks", "micro", "batch"),
+    [
+        (10, 4, 1, "2 or 5", "8 or 12"),
+        (4, 8, 1, "2 or 4", "8"),
+        (480, 100, 1, "80 or 96", "400 or 500"),
+        (6, 2, 2, "1 or 3", "4 or 8"),
+    ],
 )
 def test_a_batch_that_does_not_divide_is_refused_with_sizes_that_do(
-    batch_size: int, micro_batch_size: int, micro: str, batch: str
+    batch_size: int, micro_batch_size: int, ranks: int, micro: str, batch: str
 ) -> None:
-    with pytest.raises(UserError) as caught:
-        Batching(batch_size, micro_batch_size)
-    assert str(caught.value) == (
-        f"batch_size={batch_size} is not a multiple of micro_batch_size={micro_batch_size}; "
-        f"use micro_batch_size={micro}, or batch_size={batch}"
-    )
+    with pytest.raises(UserError, match=rf"use micro_batch_size={micro}, or batch_size={batch}$"):
+        Batching(batch_size, micro_batch_size, ranks)
 
 
 def test_the_fingerprint_differs_for_other_data() -> None:

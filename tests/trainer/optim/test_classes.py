@@ -200,5 +200,5 @@ def test_a_class_of_any_package_is_named_with_its_module(monkeypatch: pytest.Mon
     assert type(optimizer) is torch.optim.Rprop
     monkeypatch.setitem(sys.modules, "timm.optim", None)
     for name in ("no.Such", "Lamb"):
-        with pytest.raises(UserError, match=rf"optimizer.name={name} cannot be imported .*; install its package"):
+        with pytest.raises(UserError, match=f"optimizer.name={name}"):
             Optimizer(name)

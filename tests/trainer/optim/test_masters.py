@@ -100,8 +100,7 @@ def test_constants_that_are_not_saved_with_the_model_keep_their_format() -> None
     assert (net.table.dtype, net.frequencies.dtype) == (BF16, FP32)
 
 
-@pytest.mark.parametrize("mode", ["bf16_pure", "fp16_master"])
-@pytest.mark.parametrize(("momentum", "affine"), [(0.1, True), (None, False)])
+@pytest.mark.parametrize(("mode", "momentum", "affine"), [("bf16_pure", None, False), ("fp16_master", 0.1, True)])
 def test_running_statistics_are_fp32s(momentum: float | None, affine: bool, mode: str) -> None:
     """A mean of 3 that moves by 0.001, and a variance beyond fp16: 16 bits would keep neither."""
     torch.manual_seed(0)
@@ -147,7 +146,7 @@ def test_an_island_is_fp32_throughout_and_a_loss_in_it_stays_so() -> None:
 def test_a_weight_shared_with_an_island_is_refused() -> None:
     net = nn.ModuleDict({"table": nn.Embedding(4, 8), "head": nn.Linear(8, 4, bias=False)})
     net["head"].weight = net["table"].weight
-    with pytest.raises(UserError, match=r"head shares a weight with table.weight.*add table too"):
+    with pytest.raises(UserError, match="add table too"):
         Precision("bf16_master", ["head"]).convert(net, CPU)
     net["other"] = nn.Linear(8, 8)
     Precision("bf16_master", ["head", "table"]).convert(net, CPU)
@@ -185,61 +184,38 @@ def test_a_skipped_step_does_not_round_the_weights_again() -> None:
     assert same_bits(dict(net.state_dict()), dict(before))
 
 
-def pure_update(
-    optimizer: Optimizer, scale: float, clip: Clip | None = None, dtype: torch.dtype = FP16
-) -> tuple[nn.Parameter, Update]:
-    """A 16-bit weight of zeros, and the update of it."""
+def adaptive(name: str) -> tuple[Optimizer, torch.dtype, float, float, Clip, float, float]:
+    """They divide a gradient by its size plus eps, which is as large."""
+    optimizer = Optimizer(name, lr=2.0**-10, options={"eps": 2.0**-30})
+    return optimizer, FP16, 2.0**20, 2.0**-10, Clip(), 2.0**-28, 2.0**-11
+
+
+PURE: dict[str, tuple[Optimizer, torch.dtype, float, float, Clip, float, float]] = {
+    # optimizer, dtype, loss scale, gradient of each of 16 weights, clip; their true norm, how far a weight moves
+    # True gradients of 2^-30 are 0 in fp16: the optimizer divides by the scale, in fp32.
+    "SGD": (Optimizer("SGD", lr=2.0**20), FP16, 2.0**20, 2.0**-10, Clip(), 2.0**-28, 2.0**-10),
+    "AdamW": adaptive("AdamW"),
+    "Adagrad": adaptive("Adagrad"),
+    "clip by norm": (Optimizer("SGD", lr=2.0**10), FP16, 2.0**20, 4.0, ClipNorm(2.0**-20), 2.0**-16, 2.0**-12),
+    "clip by value": (Optimizer("SGD", lr=2.0**10), FP16, 2.0**20, 4.0, ClipValue(2.0**-21), 2.0**-16, 2.0**-11),
+    "unfused": (Optimizer("SGD", lr=2.0**10, fused=False), BF16, 2.0**20, 4.0, ClipNorm(2.0**-20), 2.0**-16, 2.0**-12),
+    "a norm beyond fp16": (Optimizer("SGD", lr=1e-6), FP16, 2.0**-2, 16000.0, ClipValue(1e9), 256000.0, 0.064),
+}
+
+
+@pytest.mark.parametrize("case", PURE)
+def test_16_bit_gradients_are_unscaled_and_clipped_by_their_true_size(case: str) -> None:
+    optimizer, dtype, scale, gradient, clip, norm, moved = PURE[case]
+    if optimizer.fused is not False and not fused_is_sound(getattr(torch.optim, optimizer.name), dtype, "cpu"):
+        pytest.skip("its fused form is not used: in this torch it updates 16-bit weights wrongly on a CPU")
     net = nn.Linear(4, 4, bias=False).to(dtype)
     nn.init.zeros_(net.weight)
-    built = optimizer.build(net, CPU)
-    return net.weight, Update(built, net.parameters(), LossScale(CPU, scale), clip or Clip())
-
-
-def needs_fused(name: str) -> None:
-    if not fused_is_sound(getattr(torch.optim, name), FP16, "cpu"):
-        pytest.skip(f"the fused form of {name} is not used: in this torch it updates 16-bit weights wrongly on a CPU")
-
-
-@pytest.mark.parametrize(
-    ("name", "lr", "options", "moved"),
-    [("SGD", 2.0**20, {}, 2.0**-10), *((name, 2.0**-10, {"eps": 2.0**-30}, 2.0**-11) for name in ("AdamW", "Adagrad"))],
-)
-def test_pure_fp16_loses_no_gradient_that_its_loss_scale_lifted(
-    name: str, lr: float, options: dict[str, float], moved: float
-) -> None:
-    """True gradients of 2^-30 are 0 in fp16: the optimizer divides by the scale, in fp32.
-
-    SGD multiplies them by lr. The others divide them by their size plus eps, which is as large.
-    """
-    needs_fused(name)
-    weight, update = pure_update(Optimizer(name, lr=lr, options=options), 2.0**20)
-    weight.grad = torch.full((4, 4), 2.0**-10, dtype=FP16)
+    update = Update(optimizer.build(net, CPU), net.parameters(), LossScale(CPU, scale), clip)
+    net.weight.grad = torch.full((4, 4), gradient, dtype=dtype)
     result = update.step()
-    assert (result.grad_norm.item(), result.skipped.item()) == (4 * 2.0**-30, False)
-    assert torch.equal(weight, torch.full((4, 4), -moved, dtype=FP16))
-
-
-@pytest.mark.parametrize(("dtype", "fused"), [(FP16, True), (BF16, False)])
-@pytest.mark.parametrize(("clip", "clipped"), [(ClipNorm(2.0**-20), 2.0**-22), (ClipValue(2.0**-21), 2.0**-21)])
-def test_pure_16_bit_gradients_are_clipped_by_their_true_size(
-    clip: Clip, clipped: float, dtype: torch.dtype, fused: bool
-) -> None:
-    if fused:
-        needs_fused("SGD")
-    weight, update = pure_update(Optimizer("SGD", lr=2.0**10, fused=fused), 2.0**20, clip, dtype)
-    weight.grad = torch.full((4, 4), 4.0, dtype=dtype)  # 2^-18 each, 2^-16 together
-    assert update.step().grad_norm.item() == 2.0**-16
-    expected = -clipped * 2.0**10
-    assert weight.detach().float().mean().item() == pytest.approx(expected, rel=0.07)  # torch adds 1e-6 to the norm
-
-
-def test_the_norm_of_pure_fp16_gradients_may_be_beyond_fp16() -> None:
-    needs_fused("SGD")
-    weight, update = pure_update(Optimizer("SGD", lr=1e-6), 2.0**-2, ClipValue(1e9))
-    weight.grad = torch.full((4, 4), 16000.0, dtype=FP16)
-    result = update.step()
-    assert (result.grad_norm.item(), result.skipped.item()) == (256000.0, False)
-    assert torch.equal(weight, torch.full((4, 4), -0.064, dtype=FP16))  # 64000 × lr: the limit cut nothing
+    assert (result.grad_norm.item(), result.skipped.item()) == (norm, False)
+    tolerance = 0.07 if isinstance(clip, ClipNorm) else 0.0  # torch adds 1e-6 to the norm
+    torch.testing.assert_close(net.weight.detach(), torch.full((4, 4), -moved, dtype=dtype), rtol=tolerance, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -294,9 +270,9 @@ def test_rounding_depends_on_seed_and_step() -> None:
 
 
 def test_contradictions_are_refused() -> None:
-    with pytest.raises(UserError, match=r"precision=bf16_sr.*parallel=fsdp.*use precision=bf16_master"):
+    with pytest.raises(UserError, match="use precision=bf16_master"):
         FSDP().check(Precision("bf16_sr"))
-    with pytest.raises(UserError, match=r"fp32_modules with precision=fp16_master: parallel=fsdp"):
+    with pytest.raises(UserError, match="fp32_modules"):
         FSDP().check(Precision("fp16_master", ["bn"]))
     for mode in MODES:
         DDP().check(Precision(mode, ["bn"]))

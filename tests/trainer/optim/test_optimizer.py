@@ -188,7 +188,7 @@ def test_what_computes_in_fp16_is_refused_for_small_gradients_would_be_lost(name
     optimizer, half = Optimizer(name, lr=2.0**10, fused=fused, options={}), net().to(torch.float16)
     fused_helps = not fused and fused_is_sound(optimizer_class(name), torch.float16, "cpu")
     remedy = r"optimizer\.fused=true" if fused_helps else "optimizer=adamw optimizer.name=AdamW"
-    with pytest.raises(UserError, match=rf"fp16_pure: {name} gets fp16 .* use {remedy}, or precision=fp16_mas"):
+    with pytest.raises(UserError, match=f"use {remedy}, or precision=fp16_master"):
         optimizer.build(half, CPU)
     optimizer.build(net().to(torch.bfloat16), CPU)  # which has the exponents of fp32
     masters = MasterWeights(half)
@@ -204,8 +204,6 @@ def test_muon_is_refused_in_fp16_also_where_its_step_takes_the_loss_scale(monkey
     """As on a GPU, where it rounds the unscaled gradients of matrices to fp16 again."""
     monkeypatch.setattr(Muon, "_step_supports_amp_scaling", True)
     model = net()
-    with pytest.raises(
-        UserError, match=r"fp16_pure: Muon gets .* use optimizer=adamw optimizer.name=AdamW, or precision="
-    ):
+    with pytest.raises(UserError, match="use optimizer=adamw"):
         Optimizer("Muon").build(model.to(torch.float16), CPU, [model])
     Optimizer("Muon").build(model.to(torch.bfloat16), CPU, [model])

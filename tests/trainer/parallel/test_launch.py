@@ -64,7 +64,7 @@ def test_one_process(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, ONE[case])
     assert Parallel().world("cpu").size == 1
     assert not world.tasks_alone()
-    with pytest.raises(UserError, match=r"needs several processes: start them with torchrun --nproc"):
+    with pytest.raises(UserError, match="torchrun --nproc"):
         DDP().world("cpu")
 
 
@@ -73,7 +73,7 @@ def test_tasks_that_do_not_know_each_other(case: str, monkeypatch: pytest.Monkey
     given(monkeypatch, ALONE[case])
     assert re.fullmatch("(srun|mpirun) started 8 processes", world.tasks_alone())
     assert Parallel().world("cpu").size == 1
-    with pytest.raises(UserError, match=r"run started 8 processes without telling each of the others; start them with"):
+    with pytest.raises(UserError, match="started 8 processes"):
         DDP().world("cpu")
 
 
@@ -83,7 +83,7 @@ def test_several_processes(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world.check_launch()
     assert world.launched_processes() == 8
     assert not world.tasks_alone()
-    with pytest.raises(UserError, match=r"started 8 processes, and parallel=single uses one.*unset RANK WORLD_SIZE"):
+    with pytest.raises(UserError, match=r"started 8 processes.*unset RANK WORLD_SIZE"):
         Parallel().world("cpu")
 
 

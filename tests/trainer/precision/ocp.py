@@ -79,18 +79,8 @@ def mxfp8(values: Array) -> tuple[Array, Array]:
     return nearest(values, E4M3, scales), scales
 
 
-def nvfp4(values: Array, rows: int = 1) -> tuple[Array, Array, float]:
-    """Elements, scales of blocks (one for each value) and the scale of the tensor of NVFP4 in blocks of rows × 16.
-
-    Of finite values. The tensor's scale is an fp32 number, and exact from there on.
-    """
-    tensor_scale = float(np.float32(np.abs(values).max() / (E2M1[-1] * E4M3[-1])))
-    scales = nearest(largest(values, rows, 16), E4M3, E2M1[-1] * tensor_scale)
-    return nearest(values, E2M1, scales * tensor_scale), scales, tensor_scale
-
-
 def nvfp4_quotients(values: Array, rows: int = 1) -> tuple[Array, Array, float]:
-    """What NVFP4 rounds to elements, where each step of the formulas is rounded to fp32; with both scales.
+    """What NVFP4 rounds to elements in blocks of rows × 16, each step rounded to fp32; with both scales.
 
     Steps: the largest of a block / 6 / the tensor's scale gives the block's scale; value / (that × the tensor's).
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -153,78 +153,7 @@ def test_the_transform_spreads_a_number_and_is_undone_by_itself() -> None:
     assert np.array_equal(blocks, np.kron(np.eye(3), matrix))
 
 
-def test_without_rounding_nvfp4_is_a_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The transform alone changes nothing; else gradients would be of another layer.
-
-    Bound: each number of a product has three sums in fp32, of 16, 16 and of as many as there are rows.
-    """
-    monkeypatch.setattr(nvfp4, "quantize", lambda values, *_, **__: (values.float(), torch.ones(())))
-    x, weight, upstream = (each.float() for each in drawn(0))
-    y, of_x, of_weight = trained(nvfp4.product, x, weight, upstream)
-    a, b, c = exact(x), exact(weight), exact(upstream)
-    for found, one, other in ((y, a, b.T), (of_x, c, b), (of_weight, c.T, a)):
-        terms = (one.shape[1] + 32) * 2.0**-24
-        # a turned number is at most 4 times the largest of its 16
-        allowed = 16 * terms * one.shape[1] * np.abs(one).max() * np.abs(other).max()
-        assert np.abs(exact(found) - one @ other).max() < allowed
-
-
 # --- both, as a whole ---
-
-
-class Straight(torch.autograd.Function):
-    """Rounds in the forward pass and passes gradients on as they are."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, rounded: ocp.Array) -> Tensor:
-        return torch.from_numpy(rounded)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        return upstream[0], None
-
-
-def straight_through(x: ocp.Array, weight: ocp.Array, upstream: ocp.Array) -> tuple[ocp.Array, ocp.Array]:
-    """Gradients of x and weight by autograd in fp64 of the product of both in NVFP4."""
-    leaves = [torch.from_numpy(each).requires_grad_() for each in (x, weight)]
-    a, b = leaves
-    y = Straight.apply(a, nvfp4_values(x)) @ Straight.apply(b, nvfp4_values(weight, 16)).t()
-    of_x, of_weight = torch.autograd.grad(y, leaves, torch.from_numpy(upstream))
-    return of_x.numpy(), of_weight.numpy()
-
-
-def test_the_gradient_of_x_is_that_of_straight_through_autograd() -> None:
-    """A gradient that NVFP4 holds is not changed, and multiplied by the very weight of the forward pass."""
-    x, weight, upstream = drawn(1)
-    held = nvfp4_values(exact(upstream))
-    held = held * 2688 / np.abs(held).max()  # with the tensor's scale 1 they are few bits long
-    assert np.array_equal(nvfp4_values(held), held)
-    torch.manual_seed(9)
-    _, of_x, _ = trained(nvfp4.product, x, weight, torch.from_numpy(held).bfloat16())
-    expected, _ = straight_through(exact(x), exact(weight), held)
-    assert np.allclose(expected, held @ nvfp4_values(exact(weight), 16), rtol=1e-12)
-    assert_product(of_x, held, nvfp4_values(exact(weight), 16), roundings=2)
-
-
-def test_gradients_have_no_bias_but_that_of_saturation(calls: list[Call]) -> None:
-    """The mean over draws comes as close to straight-through autograd as a mean of independent errors, once the
-    largest numbers of blocks are cut where they saturate: where E4M3 rounds a scale down, 6 times it is below them.
-    """
-    x, weight, upstream = drawn(0)
-    torch.manual_seed(9)
-    draws = [[exact(each) for each in trained(nvfp4.product, x, weight, upstream)[1:]] for _ in range(64)]
-    of_x, _ = straight_through(exact(x), exact(weight), saturated(exact(upstream)))
-    of_weight = saturated(calls[3].values) @ calls[4].result.T  # inputs are rounded to nearest, which stays
-    for expected, found in zip((of_x, of_weight), zip(*draws, strict=True), strict=True):
-        single = np.mean([relative_error(each, expected) for each in found])
-        assert 0.1 < single < 0.2
-        assert relative_error(np.mean(found, 0), expected) < 1.1 * single / len(draws) ** 0.5
-    assert 0.005 < relative_error(saturated(exact(upstream)), exact(upstream)) < 0.02
-
-
-def saturated(values: ocp.Array) -> ocp.Array:
-    quotients, scales, tensor_scale = ocp.nvfp4_quotients(values)
-    return np.clip(quotients, -6, 6) * scales * tensor_scale
 
 
 def test_errors_are_those_of_the_formats(mxfp8_product: Product) -> None:

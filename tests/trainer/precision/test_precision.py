@@ -56,19 +56,19 @@ def test_fp32_products_are_ieee_in_every_backend(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "mode", "does"),
+    ("variable", "value", "mode"),
     [
-        ("NVIDIA_TF32_OVERRIDE", "1", "fp32", "lowers fp32"),
-        ("ONEDNN_DEFAULT_FPMATH_MODE", "BF16", "fp32", "lowers fp32"),
-        ("ONEDNN_DEFAULT_FPMATH_MODE", "any", "fp32", "lowers fp32"),
-        ("NVIDIA_TF32_OVERRIDE", "0", "tf32", "disables TF32"),
+        ("NVIDIA_TF32_OVERRIDE", "1", "fp32"),
+        ("ONEDNN_DEFAULT_FPMATH_MODE", "BF16", "fp32"),
+        ("ONEDNN_DEFAULT_FPMATH_MODE", "any", "fp32"),
+        ("NVIDIA_TF32_OVERRIDE", "0", "tf32"),
     ],
 )
 def test_an_environment_that_changes_a_format_is_refused(
-    variable: str, value: str, mode: str, does: str, monkeypatch: pytest.MonkeyPatch
+    variable: str, value: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
-    with pytest.raises(UserError, match=f"{variable}={value} {does} silently.*unset {variable}"):
+    with pytest.raises(UserError, match=f"unset {variable}"):
         Precision(mode).check(H100)
     Precision("bf16").check(H100)
     assert manifest_of(Precision("bf16"), AMX, [])["environment"] == {variable: value}
@@ -76,7 +76,7 @@ def test_an_environment_that_changes_a_format_is_refused(
 
 def test_unavailable_precisions_are_refused_and_emulated_ones_reported() -> None:
     for hardware in (PLAIN_CPU, T4):
-        with pytest.raises(UserError, match=r"precision=tf32 is not available .*precision=fp32 or precision=bf16"):
+        with pytest.raises(UserError, match="precision=fp32 or precision=bf16"):
             Precision("tf32").check(hardware)
     Precision("tf32").check(H100)
     Precision("bf16").check(T4)

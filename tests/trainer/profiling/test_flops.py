@@ -105,13 +105,11 @@ def test_a_function_with_its_own_backward_counts() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ("recipe.attention=eager",),
-        ("micro_batch_size=3", "batch_size=6"),
-        ("activation_checkpointing=blocks",),
+        ("recipe.attention=eager", "micro_batch_size=3", "batch_size=6", "recipe.dropout=0.1"),
         ("activation_checkpointing=selective",),
         ("compile=default",),
         ("precision=bf16_master", "ema=default"),
-        ("recipe.dropout=0.1",),
+        ("precision=nvfp4",),
         pytest.param(
             ("recipe.chunked_loss=true", "data.vocab_size=40"),  # padded to 64
             marks=pytest.mark.skipif(not torch_can_chunk(), reason="this torch cannot compute the loss in chunks"),

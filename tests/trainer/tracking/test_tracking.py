@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -155,32 +154,17 @@ def test_a_full_disk_ends_no_run(tmp_path: Path, later: str) -> None:
     assert child.returncode == 0, child.stderr
     warnings = child.stdout.splitlines()
     assert warnings.pop(1) == "100"
-    assert f"{tmp_path}/metrics.jsonl cannot be written (File too large)" in warnings.pop(0)
+    assert "metrics.jsonl cannot be written" in warnings.pop(0)
     steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines(True)
              if line.endswith("\n")]  # fmt: skip
     if later == "freed":
         assert steps == list(range(1, 12))
     else:
         assert steps == [1, 2]
-        assert "its last 8 lines are lost" in warnings.pop(0)
-    assert f"{tmp_path}/summary.json cannot be written" in warnings.pop()
+        assert "8 lines are lost" in warnings.pop(0)
+    assert "summary.json cannot be written" in warnings.pop()
     assert not (tmp_path / "summary.json").exists()
     assert "plots" in "".join(warnings)  # matplotlib's files are larger than the limit
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        *(({"upload_timeout_s": seconds}, r"tracking\.upload_timeout_s=") for seconds in (-1.0, NAN)),
-        *(({"flush_every_s": seconds}, r"tracking\.flush_every_s=") for seconds in (0.0, INF)),
-        ({"checkpoints": "best"}, r"tracking\.checkpoints=best is unknown; use .*=auto\|last\|all\|none"),
-        ({"register": "a/b"}, r"tracking\.register=a/b must be a name without slash and colon"),
-        ({"register": "net", "mlflow": False}, r"tracking\.register has no effect with tracking=local"),
-    ],
-)
-def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        Tracking(**options)
 
 
 def test_the_tracking_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,16 +178,27 @@ def test_the_tracking_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "here")
     with pytest.raises(UserError, match="MLFLOW_TRACKING_URI=here"):
         tracking_uri()
-    monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "here")
     Tracking()  # of a config that is not composed yet, and may be tracking=local
-    for given, said in (
-        ("runs", r"tracking\.uri=runs.*sqlite:///runs"),
-        ("htp://me:s3cret@host", r"=htp://\*\*\*@host is not a URI that MLflow supports"),
-        ("me:s3cret@host", r"tracking\.uri=\*\*\* is not a URI that MLflow supports"),
-    ):
-        with pytest.raises(UserError, match=said):
-            compose(["recipe=bignet", "tracking=mlflow", f"tracking.uri={given!r}"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("tracking.upload_timeout_s=-1", "tracking.upload_timeout_s="),
+        ("tracking.flush_every_s=0", "tracking.flush_every_s="),
+        ("tracking.checkpoints=best", "=auto|last|all|none"),
+        ("tracking.register=a/b", "tracking.register=a/b"),
+        ("tracking=local tracking.register=net", "tracking.register has no effect"),
+        ("tracking.uri=runs", "sqlite:///runs"),
+        ("tracking.uri='htp://me:s3cret@host'", "=htp://***@host"),
+        ("tracking.uri='me:s3cret@host'", "tracking.uri=***"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused_without_a_secret(options: str, words: str) -> None:
+    with pytest.raises(UserError) as refused:
+        compose(["recipe=bignet", "tracking=mlflow", *options.split()])
+    assert words in str(refused.value)
+    assert "s3cret" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
