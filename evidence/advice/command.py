@@ -6,6 +6,7 @@ import logging
 import shlex
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from evidence.advice.candidates import COMPILE, space_of
@@ -13,17 +14,26 @@ from evidence.advice.checkup import check
 from evidence.advice.report import Advice, overrides_of
 from evidence.advice.search import Search
 from evidence.advice.timing import COMPILED, time_candidate
-from evidence.options import AdviseOptions
-from evidence.runs import BUSY, cpu_share_of_others, redacted_arguments
+from evidence.runs import cpu_share_of_others, redacted_arguments
 from mantissa.commands import seconds_of
 from mantissa.display import counted, duration
+from mantissa.verdict.judge import BUSY
 from trainer.config.compose import check_single, compose
-from trainer.config.options import parse
+from trainer.config.options import ONE_PROCESS, Overriding, parse
 from trainer.files import check_output_dir, in_use, write_json
 from trainer.hardware import detect
 from trainer.run.provenance import git_facts, versions
 
 ANSWER = "advice.json"
+
+
+@dataclass
+class AdviseOptions(Overriding):
+    """Options of scripts/advise.py."""
+
+    fixed = ONE_PROCESS | dict.fromkeys(("resume", "debug"), "advise.py only times blocks of steps")
+
+    time_budget: str = "5min"
 
 
 def main(arguments: list[str]) -> int:

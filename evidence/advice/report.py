@@ -11,8 +11,8 @@ from evidence.advice.candidates import Candidate
 from evidence.advice.search import HELPS, NO_TIME, Entry, Search
 from evidence.runs import merge_overrides
 from mantissa.display import counted, duration, size
-from mantissa.verdict.compare import times
 from mantissa.verdict.page import Report, Section, measured_on
+from mantissa.verdict.report import times
 from trainer.config.compose import key_of
 
 NOT_ADVISED = ("output_dir", "run_name", "resume", "tracking", "checkpoint", "profiler")

@@ -10,7 +10,8 @@ from typing import Any
 from evidence.advice.candidates import Candidate, Space
 from evidence.advice.timing import Times
 from mantissa.display import counted
-from mantissa.verdict.compare import interleave, times
+from mantissa.verdict.report import times
+from mantissa.verdict.runs import interleave
 from mantissa.verdict.statistics import Interval, ratio_interval
 from trainer.errors import RunError, first_line
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
@@ -14,11 +14,11 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from evidence.comparison.judge import Ratio
-from evidence.measures import MEASURES, TIMED
+from evidence.measures import MEASURES
 from evidence.runs import Arm, check_labels
-from mantissa.verdict.compare import PAIRS
-from mantissa.verdict.statistics import INCONCLUSIVE, Interval
+from mantissa.verdict.judge import EXACT, TIMED, Ratio, ratio
+from mantissa.verdict.runs import Runs
+from mantissa.verdict.statistics import INCONCLUSIVE, PAIRS, Interval
 from trainer.config.compose import key_of
 from trainer.errors import UserError, check_choice, first_line, nearest
 from trainer.files import PROJECT
@@ -36,12 +36,13 @@ _MEMORY_IS_SOLD_AS = 0.92
 
 @dataclass
 class Criterion:
-    """Bounds on a quantity that a comparison measures; without bounds it is only reported."""
+    """Bounds on a row of a comparison; without bounds it is only reported."""
 
     measure: str
+    """Name of the number: a key of ``MEASURES``."""
     arm: str
     over: str = ""
-    """Baseline, of whose ratios the bounds are; empty: they are of the mean over the runs."""
+    """Baseline, whose ratios are bounded; empty: the mean over the runs is."""
     at_least: float = -math.inf
     at_most: float = math.inf
     published: str = ""
@@ -55,7 +56,7 @@ class Criterion:
 
     @property
     def arms(self) -> list[str]:
-        """All arms that it names."""
+        """Arms that it names."""
         return list(filter(None, (self.arm, self.over)))
 
     @property
@@ -72,6 +73,12 @@ class Criterion:
         if math.isinf(self.at_least):
             return f"≤ {self.at_most:g}"
         return f"≥ {self.at_least:g}" if math.isinf(self.at_most) else f"{self.at_least:g} to {self.at_most:g}"
+
+    def row(self, runs: Runs) -> Ratio:
+        """Return the row of a comparison that it bounds; a failed run leaves its verdict open."""
+        arm, base = runs[self.arm], runs[self.over or self.arm]
+        row, all_ended = ratio(self.measure, arm, base), all(run.ended for run in (*arm.values(), *base.values()))
+        return row if all_ended else replace(row, why=row.why or "a run failed")
 
     def interval(self, row: Ratio) -> Interval | None:
         """Return the interval that the bounds are for, from a comparison's row; None: not measured."""
@@ -127,7 +134,7 @@ class Claim:
                 if self.related
                 else "no criterion decides; give one at_least or at_most, or say in related: why none can"
             )
-        if self.repeats < (PAIRS if any(criterion.measure != "memory" for criterion in self.criteria) else 2):
+        if self.repeats < (PAIRS if any(criterion.measure not in EXACT for criterion in self.criteria) else 2):
             raise UserError(f"repeats: {self.repeats} is too few; set repeats: {PAIRS}")
         check_labels(list(self.arms))
         for name, text in self.arms.items():

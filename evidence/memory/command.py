@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import dataclass
 
 from evidence.memory.max_batch import MARGIN, largest_micro_batch, parse_memory_budget
-from evidence.options import MaxBatchOptions
 from mantissa.display import columns
 from mantissa.step.ledger import CATEGORIES, MIB, Ledger
 from trainer.config.compose import combinations, compose
@@ -38,6 +38,15 @@ def _table(ledgers: dict[str, Ledger]) -> str:
         sizes = [f"{size / MIB:.1f}" for size in (*(ledger.at_peak[name] for name in names), ledger.peak_bytes)]
         rows.append([label, *sizes, f"{ledger.peak_bytes / first:.2f}x", ledger.peak_phase])
     return columns(rows)
+
+
+@dataclass
+class MaxBatchOptions(Overriding):
+    """Options of scripts/max_batch.py."""
+
+    fixed = dict.fromkeys(("micro_batch_size",), "it is what this command finds")
+
+    memory_budget: str = "device"
 
 
 def max_batch(arguments: list[str]) -> int:
