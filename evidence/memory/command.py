@@ -56,7 +56,7 @@ def max_batch(arguments: list[str]) -> int:
     memory_bytes = parse_memory_budget(options.memory_budget, detect(compose(overrides).device))
     found = largest_micro_batch(overrides, memory_bytes)
     print(f"\nlargest micro_batch_size in {options.memory_budget}, {MARGIN:.0%} of it left free: ", end="")
-    print(f"{found.micro_batch_size}{', as batch_size, too' * (found.micro_batch_size > found.batch_size)}")
+    print(f"{found.micro_batch_size}{', as batch_size, too' if found.micro_batch_size > found.batch_size else ''}")
     print(f"largest of these that divides batch_size={found.batch_size}: {found.dividing}; paste:")
     print(found.overrides)
     return 0

@@ -78,7 +78,7 @@ def largest_micro_batch(overrides: Sequence[str], memory_bytes: int) -> LargestB
     def fits(multiples: int) -> bool:
         size = multiple * multiples
         fitted = trial.fits(sized(size), limit_bytes)
-        beyond = f", beyond batch_size={batch_size}" * (size > batch_size)
+        beyond = f", beyond batch_size={batch_size}" if size > batch_size else ""
         print(f"micro_batch_size={size} {'fits' if fitted else 'does not fit'}{beyond}", flush=True)
         return fitted
 
@@ -120,8 +120,8 @@ def _first_guess(sized: Callable[[int], list[str]], limit_bytes: int) -> int:
     # Not for a single sample: batch norm refuses it where its last feature map is one pixel.
     configs = compose(sized(2)), compose(sized(8))
     two, eight = (required_bytes(config, forecast(config)) for config in configs)
-    each = max(1.0, (eight - two) / 6)  # the straight line through both
-    return min(_LARGEST, max(1, math.floor(2 + (limit_bytes - two) / each)))
+    of_sample = max(1.0, (eight - two) / 6)  # the straight line through both
+    return min(_LARGEST, max(1, math.floor(2 + (limit_bytes - two) / of_sample)))
 
 
 def parse_memory_budget(text: str, hardware: Hardware) -> int:
