@@ -66,7 +66,7 @@ class Criterion:
 
     def quantity(self) -> str:
         """Return the quantity in words."""
-        return f"{MEASURES[self.measure][1]}, {self.arm}{f' over {self.over}' if self.over else ''}"
+        return f"{MEASURES[self.measure]}, {self.arm}{f' over {self.over}' if self.over else ''}"
 
     def bounds(self) -> str:
         """Return the bounds in words."""

@@ -112,10 +112,10 @@ def equivalence(
     ±``margin``. WORSE or BETTER by a two-sided test of 5 % against the margin: the 95 % interval lies wholly above
     or below it. INCONCLUSIVE otherwise. (The four cases as in Lakens, *Equivalence Tests*, 2017.)
 
-    The chance that any verdict is wrong is at most 5 %, of differences that are about normal: the tests of each kind
-    are Holm's (1979) over all arms, and of an arm only one kind can be wrong, since its true difference is either
-    within the margin or not. With 3 to 8 pairs it is up to 4 times as much where differences are exponential, and up
-    to 6 times where they are log-normal.
+    The chance that any verdict is wrong, of all arms, is at most 5 %, of differences that are about normal. Holm (1979)
+    shows it for either kind; that it holds for both together is simulated: an arm can be wrong in one kind only, since
+    its true difference is within the margin or not, and arms of the other kind share the level. With 3 to 8 pairs it is
+    up to 4 times as much where differences are exponential, and up to 6 times where they are log-normal.
 
     Args:
         arms: for each arm (other − baseline) / baseline, one per pair; all against the same baseline.
