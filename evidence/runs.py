@@ -78,9 +78,13 @@ class Runner:
 
     def command(self, arm: Arm, seed: int) -> list[str]:
         """Return the command line of one run."""
-        own = [f"seed={seed + arm.seed_shift}", f"run_name={_name(arm, seed)}", f"output_dir={quoted(str(self.runs))}"]
+        of_run = [
+            f"seed={seed + arm.seed_shift}",
+            f"run_name={_name(arm, seed)}",
+            f"output_dir={quoted(str(self.runs))}",
+        ]
         script = str(PROJECT / "scripts" / "train.py")
-        return [sys.executable, script, *merge_overrides(self.common, arm.overrides, own)]
+        return [sys.executable, script, *merge_overrides(self.common, arm.overrides, of_run)]
 
     def run_all(self, arms: Sequence[Arm], seeds: Sequence[int]) -> list[Run]:
         """Train what is left to train of these arms, with each of these seeds; print a line for every run."""
@@ -150,14 +154,14 @@ def check_labels(labels: Sequence[str]) -> None:
 def cpu_share_of_others() -> float:
     """Return the share of this process's CPUs that others use, while this process waits for the look's end."""
     used = psutil.cpu_percent(LOOK_S, percpu=True)
-    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(used))  # macOS has none
-    return statistics.fmean(used[number] for number in own) / 100
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(used))  # macOS has none
+    return statistics.fmean(used[number] for number in cpus) / 100
 
 
 def _last_error(ended: shell.Ended) -> str:
     """Return the last error printed, wherever in a line it begins: buffered output may precede it."""
-    _, found, after = ended.output.rpartition("error: ")
-    return next(iter(after.splitlines()), "") if found else ended.last_lines()
+    _, error, after = ended.output.rpartition("error: ")
+    return next(iter(after.splitlines()), "") if error else ended.last_lines()
 
 
 def _name(arm: Arm, seed: int) -> str:

@@ -41,7 +41,7 @@ class Entry:
     failure: str = ""
     """Reason why it failed, in words."""
     health: dict[str, Any] = field(default_factory=dict)
-    """What the doctor's check-up found: ``faults``, ``missed``, ``healthy``."""
+    """Findings of the doctor's check-up: ``faults``, ``missed``, ``healthy``."""
     pairs: list[tuple[float, float]] = field(default_factory=list)
     """Seconds of a step, its own and the reference's, in the pairs of fresh processes that confirm it."""
 
@@ -94,7 +94,7 @@ class Search:
     """Number of optimizer steps of the user's run, over which compile time counts."""
     time_budget_s: float
     entries: dict[str, Entry] = field(default_factory=dict)
-    """Every candidate that was started, by its label."""
+    """Candidates that were started, by label."""
 
     def __post_init__(self) -> None:
         self._began = self.machine.clock()

@@ -151,8 +151,8 @@ class Claim:
 
     def overrides(self, arm: str, on_cuda: bool = False) -> list[str]:
         """Return the overrides of an arm: its setup's, those for a GPU, its own."""
-        setup, *own = self.arms[arm].split()
-        return [*self.setups[setup].split(), *(self.on_cuda.get(setup, "") if on_cuda else "").split(), *own]
+        setup, *changes = self.arms[arm].split()
+        return [*self.setups[setup].split(), *(self.on_cuda.get(setup, "") if on_cuda else "").split(), *changes]
 
     def lacking(self, hardware: Hardware, given: list[str]) -> list[str]:
         """Return what this machine or the command line lacks to run the claim, in words; empty: nothing."""
@@ -167,16 +167,16 @@ class Claim:
 
     def untestable(self, hardware: Hardware) -> dict[int, str]:
         """Return why criteria cannot be tested here, by their number: a format that this machine lacks or emulates."""
-        found: dict[int, str] = {}
+        untestable: dict[int, str] = {}
         for number, criterion in enumerate(self.criteria):
             for arm in criterion.arms:
                 words = reversed(self.overrides(arm))
                 mode = next((word.removeprefix(_PRECISION) for word in words if word.startswith(_PRECISION)), "fp32")
                 if hardware.support(mode) == UNAVAILABLE:
-                    found[number] = f"{mode} is not available here"
+                    untestable[number] = f"{mode} is not available here"
                 elif criterion.measure in TIMED and (why := not_timed_here(mode, hardware)):
-                    found[number] = why
-        return found
+                    untestable[number] = why
+        return untestable
 
     def to_run(self, hardware: Hardware) -> list[str]:
         """Return the names of the arms to run here; empty: nothing can be tested that gives an outcome."""
@@ -192,13 +192,13 @@ class Claim:
         quiet = (*QUIET, "profiler=memory" if ledger else "profiler=none")
         asked = [override for override in given if key_of(override) in self.asks]
         device = hardware.device.type
-        own = {name: self.overrides(name, device == CUDA.type) for name in names}
-        return [Arm(name, (*quiet, *own[name], f"device={device}", *asked)) for name in names]
+        overrides = {name: self.overrides(name, device == CUDA.type) for name in names}
+        return [Arm(name, (*quiet, *overrides[name], f"device={device}", *asked)) for name in names]
 
 
 def lacking(needs: list[str], hardware: Hardware) -> list[str]:
     """Return, in words, those needs that this machine does not meet."""
-    found = []
+    missing = []
     for need in needs:
         if need in NEEDS:
             has, words = NEEDS[need]
@@ -209,8 +209,8 @@ def lacking(needs: list[str], hardware: Hardware) -> list[str]:
         else:  # a part of a GPU is not that GPU
             met, words = bool(re.search(rf"\b{need}\b(?!.*\bMIG\b)", hardware.name)), f"the GPU {need}"
         if not met:
-            found.append(words)
-    return found
+            missing.append(words)
+    return missing
 
 
 NEEDS: dict[str, tuple[Callable[[Hardware], bool], str]] = {

@@ -10,6 +10,7 @@ from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
+from typing import Any
 
 from evidence.claims.claims import CONFIRMED, REFUTED, Claim, Criterion, load, names
 from evidence.runs import Runner, merge_overrides
@@ -20,7 +21,7 @@ from mantissa.verdict.statistics import INCONCLUSIVE
 from trainer.config.compose import compose, key_of
 from trainer.config.options import parse
 from trainer.errors import UserError
-from trainer.files import read_json, write_json
+from trainer.files import write_json
 from trainer.hardware import Hardware, detect
 from trainer.run.provenance import git_facts, versions
 from trainer.terminal import on_error_stream, work
@@ -75,21 +76,34 @@ def main(arguments: list[str]) -> int:
         else:
             testable.append(claim)
             _check_overrides(claim, hardware, given)
+
+    # Then the claims, one after the other.
     folder, tested = options.output_dir.absolute() / "reproduce", _test_in_short if options.all else test
-    return max([tested(claim, hardware, given, Runner(_folder(folder, claim, given))) for claim in testable], default=0)
+    results = [tested(claim, hardware, given, Runner(_folder(folder, claim, given))) for claim in testable]
+    return int(any(result.failed for result in results))
 
 
-def _test_in_short(claim: Claim, hardware: Hardware, given: list[str], runner: Runner) -> int:
-    """Test a claim as ``test`` does, which prints to a file here, and print what was found in a line."""
+@dataclass(frozen=True)
+class Result:
+    """A claim that was tested."""
+
+    verdict: str
+    rows: list[dict[str, Any]]
+    """Measured rows, as ``benchmarks/results.py`` keeps them."""
+    failed: bool
+    """Whether a run failed."""
+
+
+def _test_in_short(claim: Claim, hardware: Hardware, given: list[str], runner: Runner) -> Result:
+    """Test a claim as ``test`` does, which prints to a file here, and print the result in a line."""
     runner.folder.mkdir(parents=True, exist_ok=True)
     log = runner.folder / "test.log"
     with log.open("w", encoding="utf-8") as file, on_error_stream(), work(claim.id), redirect_stdout(file):
-        failed = test(claim, hardware, given, runner)
-    found = read_json(runner.folder / RESULT_FILE)
-    measured = [f"{row['value']:.3g}{row['unit']} {row['quantity']}" for row in found["rows"][:1]]
-    words = [f"a run failed, see {log}"] if failed else [f"published {claim.published}", *measured]
-    print(_short(f"{claim.id}: {'; '.join([found['verdict'], *words])}", 200 if failed else 100), flush=True)
-    return failed
+        result = test(claim, hardware, given, runner)
+    measured = [f"{row['value']:.3g}{row['unit']} {row['quantity']}" for row in result.rows[:1]]
+    words = [f"a run failed, see {log}"] if result.failed else [f"published {claim.published}", *measured]
+    print(_short(f"{claim.id}: {'; '.join([result.verdict, *words])}", 200 if result.failed else 100), flush=True)
+    return result
 
 
 def _why_not_here(claim: Claim, hardware: Hardware, given: list[str]) -> str:
@@ -114,8 +128,8 @@ def _folder(parent: Path, claim: Claim, given: list[str]) -> Path:
     return parent / f"{claim.id}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]}"
 
 
-def test(claim: Claim, hardware: Hardware, given: list[str], runner: Runner) -> int:
-    """Train what is left to train of a claim, print and write what was found; return 1 where a run failed."""
+def test(claim: Claim, hardware: Hardware, given: list[str], runner: Runner) -> Result:
+    """Train what is left to train of a claim, print the result, and write it."""
     arms = claim.runs(claim.to_run(hardware), given, hardware)
     print(f"\n{_described(claim)}\n{len(arms)} arms × {claim.repeats}, alternating; {runner.runs}")
     runs = by_arm([arm.label for arm in arms], runner.run_all(arms, list(range(claim.repeats))))
@@ -138,9 +152,10 @@ def test(claim: Claim, hardware: Hardware, given: list[str], runner: Runner) -> 
     for run in failed:
         print(f"  failed: {run.arm}, seed {run.seed}: {run.failure}")
     command = " ".join(["python scripts/reproduce.py", f"claim={claim.id}", *(f"{key}=…" for key in claim.asks)])
-    content = {"claim": claim.id, "verdict": verdict, "command": command, "rows": _kept(rows)}
+    result = Result(verdict, _kept(rows), bool(failed))
+    content = {"claim": claim.id, "verdict": verdict, "command": command, "rows": result.rows}
     write_json(runner.folder / RESULT_FILE, content)
-    return int(bool(failed))
+    return result
 
 
 def _line(criterion: Criterion, row: Ratio) -> str:
@@ -160,7 +175,7 @@ def _line(criterion: Criterion, row: Ratio) -> str:
     return "  ".join(filter(None, words))
 
 
-def _kept(rows: list[tuple[Criterion, Ratio]]) -> list[dict[str, object]]:
+def _kept(rows: list[tuple[Criterion, Ratio]]) -> list[dict[str, Any]]:
     """Return the measured rows that have no ``why``, as ``benchmarks/results.py`` keeps them."""
     return [
         {

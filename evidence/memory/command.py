@@ -19,7 +19,9 @@ def memory(arguments: list[str]) -> int:
     """Forecast every combination of the overrides, and print a table."""
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     _, overrides = parse(arguments, Overriding, "overrides")
-    configs = {label: compose(own) for label, own in combinations(overrides).items()}  # mistakes before any work
+    configs = {
+        label: compose(overrides) for label, overrides in combinations(overrides).items()
+    }  # mistakes before any work
     ledgers = {}
     for number, (label, config) in enumerate(configs.items(), 1):
         print(f"forecasting {number} of {len(configs)} …", file=sys.stderr)
@@ -54,9 +56,11 @@ def max_batch(arguments: list[str]) -> int:
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     options, overrides = parse(arguments, MaxBatchOptions, "overrides")
     memory_bytes = parse_memory_budget(options.memory_budget, detect(compose(overrides).device))
-    found = largest_micro_batch(overrides, memory_bytes)
+    largest = largest_micro_batch(overrides, memory_bytes)
     print(f"\nlargest micro_batch_size in {options.memory_budget}, {MARGIN:.0%} of it left free: ", end="")
-    print(f"{found.micro_batch_size}{', as batch_size, too' if found.micro_batch_size > found.batch_size else ''}")
-    print(f"largest of these that divides batch_size={found.batch_size}: {found.dividing}; paste:")
-    print(found.overrides)
+    print(
+        f"{largest.micro_batch_size}{', as batch_size, too' if largest.micro_batch_size > largest.batch_size else ''}"
+    )
+    print(f"largest of these that divides batch_size={largest.batch_size}: {largest.dividing}; paste:")
+    print(largest.overrides)
     return 0

@@ -133,10 +133,10 @@ def parse_memory_budget(text: str, hardware: Hardware) -> int:
     there = hardware.memory_bytes if hardware.is_gpu else available_bytes(hardware.device)
     if text == "device":
         return there
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT]i?B)", text, re.IGNORECASE)
-    if not found or not float(found[1]):
+    amount = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT]i?B)", text, re.IGNORECASE)
+    if not amount or not float(amount[1]):
         raise UserError(f"memory_budget={text} is not a size; write memory_budget=8GiB or memory_budget=device")
-    wanted = int(float(found[1]) * _UNITS[found[2].upper()])
+    wanted = int(float(amount[1]) * _UNITS[amount[2].upper()])
     if wanted > there:
         held = f"{hardware.name} {'has' if hardware.is_gpu else 'has free now'}, {size(there)}"
         raise UserError(f"memory_budget={text} is more than {held}; use memory_budget=device")

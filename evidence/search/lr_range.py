@@ -64,7 +64,9 @@ def main(arguments: list[str]) -> int:
     """
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     options, overrides = parse(arguments, RangeOptions, "overrides")
-    configs = {label: compose(own) for label, own in combinations([*overrides, f"steps={options.steps}"]).items()}
+    configs = {
+        label: compose(overrides) for label, overrides in combinations([*overrides, f"steps={options.steps}"]).items()
+    }
     for config in configs.values():
         config.plan(detect(config.device))  # mistakes before any work
     first = next(iter(configs.values()))
@@ -149,8 +151,8 @@ class Curve:
             return {}
         slopes = np.gradient(np.array(self.smoothed), np.log(self.lr[: len(self.smoothed)]))
         steepest = FIRST + int(np.argmin(slopes[FIRST:lowest]))
-        found = {"the loss falls fastest": self.lr[steepest], "a tenth of the lowest": self.lr[lowest] / 10}
-        return {reason: float(f"{lr:.1e}") for reason, lr in found.items()}
+        rates = {"the loss falls fastest": self.lr[steepest], "a tenth of the lowest": self.lr[lowest] / 10}
+        return {reason: float(f"{lr:.1e}") for reason, lr in rates.items()}
 
 
 def range_test(config: Config, hardware: Hardware, lowest: float, highest: float, label: str) -> Curve:

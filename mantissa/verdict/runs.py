@@ -38,7 +38,7 @@ class Run:
     shown: str = ""
     """Text to print of it; empty: its failure, or its loss."""
     deterministic: bool = False
-    """Whether it failed in a way that another seed would not change, so that the arm is not tried again."""
+    """Whether another seed would fail in the same way, so that the arm is not tried again."""
     curve: Curve = ((), ())
     arithmetic: str = ""
     """Reason why its times are not those of its format, such as fp32 arithmetic; empty: they are."""
