@@ -113,7 +113,9 @@ def test_more_seeds_are_another_look_with_stricter_tests_and_what_one_has_decide
     assert second.why == "decided at look 1, of 4 seeds"
     looks, failed = look_at(store, spread | {4: 0.02, 1: None}, 5)
     assert (looks, failed.verdict) == (2, NOT_JUDGED), "while a run fails, what it decided before does not stand"
-    assert look_at(store, spread, 6)[0] == 3
+    looks, third = look_at(store, spread, 6)
+    assert third.test
+    assert (looks, third.look, third.test.difference.level) == (3, 3, pytest.approx(1 - 2 * 0.0025))
 
 
 def test_a_look_is_judged_by_the_runs_that_had_ended_then() -> None:
