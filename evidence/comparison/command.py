@@ -81,12 +81,16 @@ def compared(arguments: list[str]) -> Result:
 def planned(arguments: list[str]) -> ComparisonPlan:
     """Read the command line; what is not an option of the comparison is an override of all arms."""
     options, others = parse(arguments, CompareOptions, "overrides")
+
+    # The same arm once more has other seeds, which shows the noise.
     common, pairs = options.split(others)
     arms: list[Arm] = []
     for place, (label, overrides) in enumerate(pairs):
         before = pairs[:place].count((label, overrides))
         name = f"{label}-{before + 1}" if before else label
         arms.append(Arm(name, tuple(overrides), SEED_SHIFT * before))
+
+    # The baseline comes first.
     labels = [arm.label for arm in arms]
     check_labels(labels)
     baseline = options.baseline or arms[0].label

@@ -122,6 +122,7 @@ def compare(plan: ComparisonPlan, configs: dict[str, Config], command: str = "")
         UserError: the folder holds another comparison or seeds that are left out now, is in use by another process, or
             cannot be written.
     """
+    # What stays the same, however often the command is repeated.
     first = configs[plan.baseline]
     if not plan.name:
         plan.name = "-".join([first.recipe.name, *(arm.label for arm in plan.arms)])
@@ -136,10 +137,13 @@ def compare(plan: ComparisonPlan, configs: dict[str, Config], command: str = "")
         "versions": versions(),
         "git": git_facts(),
     }
+
     # No checkpoints; and a memory ledger where CUDA does not count memory.
     quiet = ["checkpoint=none", f"profiler={'none' if hardware.is_gpu else 'memory'}"]
     runner = Runner(folder, merge_overrides([*quiet, f"tags.{GROUP_TAG}={quoted(plan.name)}"], plan.common))
     _begin(plan, runner, facts)
+
+    # Train, judge, write.
     with in_use(folder):  # a second process would remove this one's unfinished runs
         print(f"{len(arms)} arms × {len(seeds)} seeds, alternating; every run is a fresh process. {folder}", flush=True)
         runs = by_arm([arm.label for arm in arms], runner.run_all(arms, seeds))

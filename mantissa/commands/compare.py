@@ -68,6 +68,8 @@ def main(arguments: list[str]) -> int:
     for option in ("metric", "step"):
         if getattr(options, option) is not None and not getattr(options, option).strip():
             raise UsageError(f"--{option} is empty; give the text that is printed before the number, such as 'loss'")
+
+    # What is compared, and what is known of it.
     comparison = Comparison(arms, options.metric, options.margin, options.higher_is_better)
     store = _store(options)
     times_before = {label: list(arms.values())[:place].count(arms[label]) for place, label in enumerate(arms)}
@@ -79,6 +81,7 @@ def main(arguments: list[str]) -> int:
             raise UsageError(f"{arm}, seed {seed}: {ended.failure}")
         return ended
 
+    # All runs, in turns. A mistake in the first ones names how to begin anew.
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends the run, too
     try:
         comparison.run(range(options.seeds), run, store)
@@ -90,6 +93,8 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command with --continue goes on", file=sys.stderr)
         raise
+
+    # The answer.
     command = f"python -m mantissa compare {shlex.join(arguments)}"
     page = write(comparison, options.report, command)
     print(f"\n{report(comparison, command).text()}\n\nreport {page}")
