@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mantissa.verdict import compare
+from mantissa.verdict import runs
 from mantissa.verdict.statistics import mean_interval, ratio_interval
 from trainer.hardware import Hardware
 from trainer.precision.kernels import not_timed_here
@@ -90,7 +90,7 @@ def interleave(blocks: Mapping[str, Callable[[], float]], repeats: int, warm_up:
     ``warm_up`` further repeats come first and are not kept.
     """
     times: Times = {name: [] for name in blocks}
-    for name, _ in compare.interleave(list(blocks), range(warm_up + repeats)):
+    for name, _ in runs.interleave(list(blocks), range(warm_up + repeats)):
         times[name].append(blocks[name]())
     return {name: seconds[warm_up:] for name, seconds in times.items()}
 

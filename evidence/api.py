@@ -33,7 +33,7 @@ def compare(*overrides: str, arms: Sequence[str] | Mapping[str, str | Sequence[s
     if wrong := [given for given in overrides if not isinstance(given, str)]:
         raise UserError(f"{type(wrong[0]).__name__}: every run is a fresh process, which has only what files describe")
     if isinstance(arms, Mapping):
-        typed = [f"arm.{name}={own if isinstance(own, str) else ' '.join(own)}" for name, own in arms.items()]
+        typed = [f"arm.{name}={text if isinstance(text, str) else ' '.join(text)}" for name, text in arms.items()]
     else:
         typed = [f"arms={','.join(arms)}"]
     try:

@@ -59,14 +59,14 @@ def measure_isolated(
 
 
 def answer(measure: Callable[..., Any]) -> int:
-    """Measure the config of this process's command line, print what was found as its last line; return the exit code.
+    """Measure the config of this process's command line, print the result as its last line; return the exit code.
 
     Args:
         measure: takes a config and options, and returns a dataclass or a JSON type.
     """
     options, *overrides = sys.argv[1:]
     try:
-        found = measure(compose(overrides), **json.loads(options))
+        result = measure(compose(overrides), **json.loads(options))
     except RunError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -75,5 +75,5 @@ def answer(measure: Callable[..., Any]) -> int:
             raise
         print(f"out of memory: {first_line(error)}", file=sys.stderr)
         return OutOfMemory.exit_code
-    print(json.dumps(found, default=asdict))
+    print(json.dumps(result, default=asdict))
     return 0

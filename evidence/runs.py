@@ -6,24 +6,25 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from evidence.measures import LOSS, values_of
 from mantissa.display import loss
-from mantissa.verdict import compare, shell
-from mantissa.verdict.compare import Run, Store
+from mantissa.verdict import runs, shell
+from mantissa.verdict.runs import Run, Store
 from trainer.config.command_line import quoted
 from trainer.config.compose import key_of
 from trainer.errors import NonFiniteError, OutOfMemory, UserError, redacted
 from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, read_object, remove_folder
-from trainer.tracking.plots import Series, read_series
+from trainer.hardware import kind_of
+from trainer.precision.kernels import is_emulated
+from trainer.tracking.plots import read_series
 
-STORE_FILE = "kept.jsonl"
-LOSS = "valid/loss"
+STORE_FILE = "runs.jsonl"
 STOP_TIMEOUT_S = 120.0
 """Seconds that an interrupted run may take to save and end."""
 DIVERGED = NonFiniteError.exit_code
@@ -33,8 +34,6 @@ DETERMINISTIC_FAILURES = (UserError.exit_code, OutOfMemory.exit_code)
 INTERRUPTED = (130, 143)
 LOOK_S = 1.0
 """Seconds before a run in which the CPUs' work is that of others."""
-BUSY = 0.1
-"""Share of the CPUs that others use, from which on times say little about the machine."""
 
 
 @dataclass(frozen=True)
@@ -45,44 +44,6 @@ class Arm:
     overrides: tuple[str, ...]
     seed_shift: int = 0
     """Number added to every seed, where the same arm is compared with itself."""
-
-
-@dataclass
-class Outcome:
-    """One run that has ended, successfully or not."""
-
-    arm: str
-    seed: int
-    """Seed of the pair; the run's own is shifted by its arm."""
-    folder: Path
-    exit_code: int
-    failure: str = ""
-    """Last error, or the last lines, that a failed run printed."""
-    wall_time_s: float = 0.0
-    summary: dict[str, Any] = field(default_factory=dict)
-    others_cpu: float | None = None
-    """Share of the CPUs that other processes used just before it; None: not measured."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether it trained to its end."""
-        return self.exit_code == 0 and self.summary.get("status") == "FINISHED"
-
-    @property
-    def ended(self) -> bool:
-        """Whether it finished or diverged, so that it is not tried again."""
-        return self.finished or self.exit_code == DIVERGED
-
-    @property
-    def reason(self) -> str:
-        """Why a run failed, in words."""
-        return self.failure or f"exit code {self.exit_code}"
-
-    @cached_property
-    def series(self) -> dict[str, Series]:
-        """The run's metric log, by metric."""
-        path = self.folder / METRICS_FILE
-        return read_series(path) if path.exists() else {}
 
 
 def redacted_arguments(arguments: Sequence[str]) -> list[str]:
@@ -117,15 +78,18 @@ class Runner:
 
     def command(self, arm: Arm, seed: int) -> list[str]:
         """Return the command line of one run."""
-        own = [f"seed={seed + arm.seed_shift}", f"run_name={_name(arm, seed)}", f"output_dir={quoted(str(self.runs))}"]
+        of_run = [
+            f"seed={seed + arm.seed_shift}",
+            f"run_name={_name(arm, seed)}",
+            f"output_dir={quoted(str(self.runs))}",
+        ]
         script = str(PROJECT / "scripts" / "train.py")
-        return [sys.executable, script, *merge_overrides(self.common, arm.overrides, own)]
+        return [sys.executable, script, *merge_overrides(self.common, arm.overrides, of_run)]
 
-    def run_all(self, arms: Sequence[Arm], seeds: Sequence[int]) -> list[Outcome]:
+    def run_all(self, arms: Sequence[Arm], seeds: Sequence[int]) -> list[Run]:
         """Train what is left to train of these arms, with each of these seeds; print a line for every run."""
-        by_label = {arm.label: arm for arm in arms}
-        runs = compare.run_all(list(by_label), seeds, lambda label, seed: self.run(by_label[label], seed), self.store)
-        return [Outcome(run.arm, run.seed, self.runs / _name(by_label[run.arm], run.seed), **run.facts) for run in runs]
+        labels = {arm.label: arm for arm in arms}
+        return runs.run_all(list(labels), seeds, lambda label, seed: self.run(labels[label], seed), self.store)
 
     def run(self, arm: Arm, seed: int) -> Run:
         """Train once, in a fresh process, and return what is to be kept.
@@ -143,23 +107,39 @@ class Runner:
         ended = shell.run(self.command(arm, seed), self.runs / f"{folder.name}.log", stop_s=STOP_TIMEOUT_S)
         if ended.code in INTERRUPTED:
             raise KeyboardInterrupt
-        assert ended.code is not None  # without a limit
-        facts: dict[str, Any] = {
-            "exit_code": ended.code,
-            "failure": _last_error(ended) if ended.code else "",
-            "wall_time_s": ended.seconds,
-            "summary": read_object(folder / SUMMARY_FILE),
-            "others_cpu": others,
-        }
-        outcome = Outcome(arm.label, seed, folder, **facts)
-        shown = f"failed with exit code {ended.code}: {outcome.failure}"
-        if outcome.finished:
-            rate = outcome.summary["units_per_s"]
-            shown = f"loss {loss(outcome.summary['final'].get(LOSS))}"
-            shown += f"  {rate:,.0f} {outcome.summary['unit']}/s" if rate else ""
-        failure = "" if outcome.ended else outcome.reason
-        deterministic = ended.code in DETERMINISTIC_FAILURES
-        return Run(arm.label, seed, None, ended.seconds, failure, shown, deterministic, facts)
+
+        # A run that did not finish has no numbers; one that diverged has a loss that is not finite.
+        summary = read_object(folder / SUMMARY_FILE)
+        if ended.code or summary.get("status") != "FINISHED":
+            why = _last_error(ended) if ended.code else ""
+            return Run(
+                arm.label,
+                seed,
+                {"loss": None, "best_loss": None} if ended.code == DIVERGED else {},
+                ended.seconds,
+                failure=why or f"exit code {ended.code}",
+                shown=f"failed with exit code {ended.code}: {why}",
+                deterministic=ended.code in DETERMINISTIC_FAILURES,
+            )
+
+        # All that a report needs is read here, once.
+        series = read_series(folder / METRICS_FILE)
+        values = values_of(summary, series, ended.seconds)
+        if not kind_of(summary.get("hardware", {}).get("device", "cpu")).own_memory:  # on a GPU the CPUs say little
+            values["others_cpu"] = others
+        steps, losses = series.get(LOSS, ((), ()))
+        rate = f"  {values['speed']:,.0f} {summary['unit']}/s" if "speed" in values else ""
+        not_timed = summary.get("not_timed") or ""
+        return Run(
+            arm.label,
+            seed,
+            values,
+            ended.seconds,
+            shown=f"loss {loss(values.get('loss'))}{rate}",
+            curve=(list(map(int, steps)), list(map(float, losses))),
+            arithmetic=not_timed,
+            emulated=is_emulated(not_timed),
+        )
 
 
 def check_labels(labels: Sequence[str]) -> None:
@@ -174,14 +154,14 @@ def check_labels(labels: Sequence[str]) -> None:
 def cpu_share_of_others() -> float:
     """Return the share of this process's CPUs that others use, while this process waits for the look's end."""
     used = psutil.cpu_percent(LOOK_S, percpu=True)
-    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(used))  # macOS has none
-    return statistics.fmean(used[number] for number in own) / 100
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(used))  # macOS has none
+    return statistics.fmean(used[number] for number in cpus) / 100
 
 
 def _last_error(ended: shell.Ended) -> str:
     """Return the last error printed, wherever in a line it begins: buffered output may precede it."""
-    _, found, after = ended.output.rpartition("error: ")
-    return next(iter(after.splitlines()), "") if found else ended.last_lines()
+    _, error, after = ended.output.rpartition("error: ")
+    return next(iter(after.splitlines()), "") if error else ended.last_lines()
 
 
 def _name(arm: Arm, seed: int) -> str:

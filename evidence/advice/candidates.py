@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from evidence.memory.fits import fitting, is_set, too_large
+from evidence.memory.fits import fitting, is_set
 from evidence.runs import merge_overrides
 from mantissa.formats import BASIC, FP32
-from mantissa.step.memory import available_bytes
 from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
+from trainer.data.contract import Datasets
 from trainer.errors import UserError, first_line
 from trainer.hardware import UNAVAILABLE, Hardware
 from trainer.parallel.activation import MODES as CHECKPOINTING
 from trainer.precision.kernels import convolves, not_timed_here
 from trainer.recipe import Recipe
-from trainer.run.fit import USABLE
 from trainer.run.forecast import meta_model
 
 AROUND = 8
@@ -62,8 +61,6 @@ class Space:
     """Sentences for the user."""
     in_fp32: Candidate | None = None
     """The default in fp32, where the user set a 16-bit precision: timed beside it, but not advised."""
-    refused: Callable[[Candidate], str] = lambda candidate: ""
-    """Returns why a candidate is not to be started: its forecast memory. Empty: it fits."""
 
     def candidate(self, overrides: Iterable[str]) -> Candidate:
         """Return the candidate with these changes of the default; of one option the last counts."""
@@ -75,7 +72,7 @@ class Space:
         return [Candidate((override,)) for choices in self.choices.values() for override in choices[:REACH]]
 
 
-def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[str]]:
+def space_of(overrides: Sequence[str], hardware: Hardware, datasets: Datasets) -> tuple[Space, list[str]]:
     """Return what is tried for a recipe here, and the overrides that all candidates share.
 
     What the user's own ``overrides`` set is not varied.
@@ -85,7 +82,6 @@ def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[
         OutOfMemory: not even the smallest microbatch is forecast to fit.
     """
     config = compose(overrides)
-    datasets = config.plan(hardware).config.open_datasets()
     common, notes = fitting(config, overrides, hardware, datasets)
     config = compose(common)
     space, tight = Space(notes=notes), bool(notes)
@@ -102,7 +98,8 @@ def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[
     if not is_set(overrides, "micro_batch_size"):
         values["micro_batch_size"] = _micro_batches(space, config, hardware, model)
     for name in ("channels_last", "chunked_loss"):
-        values[f"recipe.{name}"] = ["false" if getattr(recipe, name, None) is True else "true"] * hasattr(recipe, name)
+        if hasattr(recipe, name):
+            values[f"recipe.{name}"] = ["false" if getattr(recipe, name) is True else "true"]
     if attention := getattr(recipe, "attention", None):
         values["recipe.attention"] = [form for form in ("sdpa", "eager") if form != attention]
     if hardware.device.type == "cpu" and not is_set(overrides, "threads"):
@@ -116,14 +113,6 @@ def space_of(overrides: Sequence[str], hardware: Hardware) -> tuple[Space, list[
                 space.left_out[in_words(override)] = why
             else:
                 space.choices.setdefault(key, []).append(override)
-    usable_bytes = USABLE * available_bytes(hardware.device)
-
-    def refused(candidate: Candidate) -> str:
-        # Compiled, a model needs no more than eager; threads need none.
-        own = [change for change in candidate.overrides if key_of(change) not in (COMPILE, "threads")]
-        return too_large(merge_overrides(common, own), hardware, datasets, usable_bytes)
-
-    space.refused = refused
     return space, common
 
 

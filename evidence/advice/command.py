@@ -6,24 +6,68 @@ import logging
 import shlex
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from evidence.advice.candidates import COMPILE, space_of
+from evidence.advice.candidates import COMPILE, Candidate, space_of
 from evidence.advice.checkup import check
 from evidence.advice.report import Advice, overrides_of
 from evidence.advice.search import Search
-from evidence.advice.timing import COMPILED, time_candidate
-from evidence.options import AdviseOptions
-from evidence.runs import BUSY, cpu_share_of_others, redacted_arguments
+from evidence.advice.timing import COMPILED, Times, time_candidate
+from evidence.memory.fits import too_large
+from evidence.runs import cpu_share_of_others, merge_overrides, redacted_arguments
 from mantissa.commands import seconds_of
-from mantissa.display import counted, duration
-from trainer.config.compose import check_single, compose
-from trainer.config.options import parse
+from mantissa.display import counted
+from mantissa.step.memory import available_bytes
+from mantissa.verdict.judge import BUSY
+from trainer.config.compose import check_single, compose, key_of
+from trainer.config.options import ONE_PROCESS, Overriding, parse
+from trainer.data.contract import Datasets
 from trainer.files import check_output_dir, in_use, write_json
-from trainer.hardware import detect
+from trainer.hardware import Hardware, detect
+from trainer.run.fit import USABLE
 from trainer.run.provenance import git_facts, versions
 
 ANSWER = "advice.json"
+
+
+@dataclass
+class AdviseOptions(Overriding):
+    """Options of scripts/advise.py."""
+
+    fixed = ONE_PROCESS | dict.fromkeys(("resume", "debug"), "advise.py only times blocks of steps")
+
+    time_budget: str = "5min"
+
+
+@dataclass
+class ThisMachine:
+    """Fresh processes on this machine, which candidates are measured in."""
+
+    common: list[str]
+    """Overrides of all candidates."""
+    hardware: Hardware
+    datasets: Datasets
+    folder: Path
+    """Folder for what torch.compile keeps."""
+
+    def __post_init__(self) -> None:
+        self._usable_bytes = USABLE * available_bytes(self.hardware.device)
+
+    def clock(self) -> float:
+        return time.monotonic()
+
+    def too_large(self, candidate: Candidate) -> str:
+        # Compiled, a model needs no more than eager; threads need none.
+        own = [change for change in candidate.overrides if key_of(change) not in (COMPILE, "threads")]
+        return too_large(merge_overrides(self.common, own), self.hardware, self.datasets, self._usable_bytes)
+
+    def time(self, candidate: Candidate, blocks: int, limit_s: float) -> Times:
+        return time_candidate(candidate, blocks, limit_s, self.common, self.folder)
+
+    def check_up(self, candidate: Candidate) -> dict[str, Any]:
+        return check(overrides_of(self.common, candidate), self.hardware)
 
 
 def main(arguments: list[str]) -> int:
@@ -40,30 +84,24 @@ def main(arguments: list[str]) -> int:
     config = compose(overrides)
     check_output_dir(config.output_dir)
     hardware = detect(config.device)
-    steps = config.plan(hardware).steps  # mistakes before any work
+    plan = config.plan(hardware)  # mistakes before any work
+    steps = plan.steps
     folder = Path(config.output_dir).expanduser() / "advice" / config.recipe.name
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
 
-    def say(line: str) -> None:
-        print(f"[{duration(time.monotonic() - began)}] {line}", flush=True)
-
     with in_use(folder):
-        space, common = space_of(overrides, hardware)
-        say(f"varied: {', '.join(space.choices) or 'nothing, all options are set'}")
+        # What is tried, and what disturbs it.
+        datasets = plan.config.open_datasets()
+        space, common = space_of(overrides, hardware, datasets)
+        search = Search(space, ThisMachine(common, hardware, datasets, folder), steps, time_budget_s)
+        search.print(f"varied: {', '.join(space.choices) or 'nothing, all options are set'}")
         if COMPILE in space.choices:
-            say(f"ranked by the time of a run of {counted(steps, 'step')}, compile time included")
+            search.print(f"ranked by the time of a run of {counted(steps, 'step')}, compile time included")
         if not hardware.is_gpu and (share := cpu_share_of_others()) >= BUSY:
             space.notes.append(f"other processes used {share:.0%} of the CPUs; measure again on a quiet machine")
-        search = Search(
-            space,
-            steps,
-            time_budget_s,
-            lambda candidate, blocks, limit_s: time_candidate(candidate, blocks, limit_s, common, folder),
-            lambda entry: check(overrides_of(common, entry.candidate), hardware),
-            say,
-            time.monotonic,
-        )
+
+        # The search, and the answer.
         try:
             winner = search.run()
         finally:

@@ -11,8 +11,8 @@ from evidence.advice.candidates import Candidate
 from evidence.advice.search import HELPS, NO_TIME, Entry, Search
 from evidence.runs import merge_overrides
 from mantissa.display import counted, duration, size
-from mantissa.verdict.compare import times
 from mantissa.verdict.page import Report, Section, measured_on
+from mantissa.verdict.report import times
 from trainer.config.compose import key_of
 
 NOT_ADVISED = ("output_dir", "run_name", "resume", "tracking", "checkpoint", "profiler")
@@ -75,27 +75,39 @@ class Advice:
         beside = search.entries.get(in_fp32.label) if in_fp32 else None
         if not (beside and beside.times and (speed := search.speed(beside, whole=False)) > HELPS):
             return self._advice()
-        own, step = (f"{1e3 * seconds:.4g}" for seconds in (beside.times.step_s, beside.reference_s))
-        steps = f"{own} ms a step, against {step} in the precision you set"
+        fp32, set_by_user = (f"{1e3 * seconds:.4g}" for seconds in (beside.times.step_s, beside.reference_s))
+        steps = f"{fp32} ms a step, against {set_by_user} in the precision you set"
         return f"{self._advice()}. precision=fp32 is faster here, about {speed:.3g}x as fast: {steps}"
 
     def _advice(self) -> str:
         search, winner, base = self.search, self.winner, self.baseline
-        healthy = ", numerics healthy" if winner.health.get("healthy") else ""
         some = NO_TIME in search.space.left_out.values()
+        run = f"in a run of {counted(search.steps, 'step')}"
+
+        # Nothing is faster, among what was measured.
         if winner is base:
-            setting = "no setting" + " that can be advised" * any(entry.fault for entry in search.entries.values())
-            scope = f" among those measured in {duration(self.seconds)} min" * some
-            run = f" in a run of {counted(search.steps, 'step')}" * self.mixed
-            return f"{base.label}: {setting} is clearly faster here{scope}{run}"
+            faulty = any(entry.fault for entry in search.entries.values())
+            words = [f"{base.label}: no setting"]
+            words += ["that can be advised"] if faulty else []
+            words += ["is clearly faster here"]
+            words += [f"among those measured in {duration(self.seconds)} min"] if some else []
+            words += [run] if self.mixed else []
+            return " ".join(words)
+
+        # By how much the winner is, and what that rests on.
         interval, whole = search.interval(winner, whole=False), search.interval(winner)
         assert interval is not None and whole is not None  # noqa: PT018
-        said = f"{winner.label}: {times(interval)} as fast as {base.label}, {_memory(winner, base)}{healthy}"
+        healthy = ", numerics healthy" if winner.health.get("healthy") else ""
+        clauses = [
+            f"{winner.label}: {times(interval)} as fast as {base.label}, {_memory(winner, base)}{healthy}",
+        ]
         if winner.compile_s > base.compile_s:
-            said += f"; compiling pays off after {search.pays_after(winner)} steps"
+            clauses.append(f"compiling pays off after {search.pays_after(winner)} steps")
         if self.mixed:
-            said += f"; {times(whole)} as fast in a run of {counted(search.steps, 'step')}, compile time included"
-        return said + "; not all settings were measured" * some
+            clauses.append(f"{times(whole)} as fast {run}, compile time included")
+        if some:
+            clauses.append("not all settings were measured")
+        return "; ".join(clauses)
 
     def report(self) -> Report:
         """Return the report for a terminal and as a page."""
@@ -111,31 +123,29 @@ class Advice:
     def remarks(self) -> list[str]:
         """Return what was not measured and why, and what compiling took."""
         space, entries = self.search.space, self.search.entries.values()
-        found = [f"failed: {entry.label} ({entry.failure})" for entry in entries if entry.failure]
-        found += [f"left out: {label} ({why})" for label, why in space.left_out.items()]
-        found += [f"compiling took {entry.compile_s:.1f} s: {entry.label}" for entry in entries if entry.compile_s]
-        return found + [f"Note: {note}." for note in space.notes]
+        return [
+            *(f"failed: {entry.label} ({entry.failure})" for entry in entries if entry.failure),
+            *(f"left out: {label} ({why})" for label, why in space.left_out.items()),
+            *(f"compiling took {entry.compile_s:.1f} s: {entry.label}" for entry in entries if entry.compile_s),
+            *(f"Note: {note}." for note in space.notes),
+        ]
 
     def rows(self) -> list[list[str]]:
         """Return the head of the table and the measured entries, the advised one first, then the fastest.
 
         A speed without an interval is of one process.
         """
-        search = self.search
-        found = [["setting", "speed", *[f"run of {search.steps}"] * self.mixed, "step, ms", "memory"]]
+        search, run = self.search, [f"run of {self.search.steps}"] if self.mixed else []
+        table = [["setting", "speed", *run, "step, ms", "memory"]]
         timed = [entry for entry in search.entries.values() if entry.times]
         for entry in sorted(timed, key=lambda one: (one is not self.winner, -search.speed(one))):
             interval, whole = search.interval(entry, whole=False), search.interval(entry)
-            found.append(
-                [
-                    entry.label + " (advised)" * (entry is self.winner),
-                    times(interval) if interval else f"about {search.speed(entry, whole=False):.3g}x",
-                    *[f"{whole.mean if whole else search.speed(entry):.3g}x"] * self.mixed,
-                    f"{1e3 * entry.measured.step_s:.4g}",
-                    size(entry.measured.memory_bytes),
-                ]
-            )
-        return found
+            setting = f"{entry.label} (advised)" if entry is self.winner else entry.label
+            speed = times(interval) if interval else f"about {search.speed(entry, whole=False):.3g}x"
+            of_run = [f"{whole.mean if whole else search.speed(entry):.3g}x"] if self.mixed else []
+            step = f"{1e3 * entry.measured.step_s:.4g}"
+            table.append([setting, speed, *of_run, step, size(entry.measured.memory_bytes)])
+        return table
 
     def content(self) -> dict[str, Any]:
         """Return the advice for ``advice.json``."""

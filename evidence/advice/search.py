@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from evidence.advice.candidates import Candidate, Space
 from evidence.advice.timing import Times
-from mantissa.display import counted
-from mantissa.verdict.compare import interleave, times
+from mantissa.display import counted, duration
+from mantissa.verdict.report import times
+from mantissa.verdict.runs import interleave
 from mantissa.verdict.statistics import Interval, ratio_interval
 from trainer.errors import RunError, first_line
 
@@ -41,7 +41,7 @@ class Entry:
     failure: str = ""
     """Reason why it failed, in words."""
     health: dict[str, Any] = field(default_factory=dict)
-    """What the doctor's check-up found: ``faults``, ``missed``, ``healthy``."""
+    """Findings of the doctor's check-up: ``faults``, ``missed``, ``healthy``."""
     pairs: list[tuple[float, float]] = field(default_factory=list)
     """Seconds of a step, its own and the reference's, in the pairs of fresh processes that confirm it."""
 
@@ -68,27 +68,42 @@ class Entry:
         return faults and f"{self.label} is not advised, because the doctor found a fault in it: {faults}"
 
 
+class Machine(Protocol):
+    """What candidates are measured on."""
+
+    def clock(self) -> float:
+        """Return seconds of a clock."""
+
+    def too_large(self, candidate: Candidate) -> str:
+        """Return why a candidate is not to be started: its forecast memory; empty: it fits."""
+
+    def time(self, candidate: Candidate, blocks: int, limit_s: float) -> Times:
+        """Time a candidate by so many blocks in a fresh process; RunError: it failed, or took more seconds."""
+
+    def check_up(self, candidate: Candidate) -> dict[str, Any]:
+        """Examine a setting by the doctor; return an entry's ``health``."""
+
+
 @dataclass
 class Search:
     """Measures candidates, and says which one is advised."""
 
     space: Space
+    machine: Machine
     steps: int
     """Number of optimizer steps of the user's run, over which compile time counts."""
     time_budget_s: float
-    time: Callable[[Candidate, int, float], Times]
-    """Times a candidate by so many blocks in a fresh process; raises RunError where it fails, or takes more seconds."""
-    check_up: Callable[[Entry], dict[str, Any]]
-    """Examines a setting by the doctor; returns the entry's ``health``."""
-    say: Callable[[str], None]
-    clock: Callable[[], float]
     entries: dict[str, Entry] = field(default_factory=dict)
-    """Every candidate that was started, by its label."""
+    """Candidates that were started, by label."""
 
     def __post_init__(self) -> None:
-        self._end = self.clock() + self.time_budget_s
+        self._began = self.machine.clock()
         self._renewed_at = 0.0
         self._process_s = 0.0
+
+    def print(self, line: str) -> None:
+        """Print what is done, behind the time that has passed."""
+        print(f"[{duration(self.machine.clock() - self._began)}] {line}", flush=True)
 
     def run(self) -> Entry:
         """Measure, and return the entry of the advised candidate.
@@ -96,12 +111,14 @@ class Search:
         Raises:
             RunError: no candidate works.
         """
+        # The default first, which the others are compared with; then each change by itself.
         default = self._try("reference", Candidate())
         if self.space.in_fp32 and default and default.times:  # else it would be what others are compared with
             self._try("beside it", self.space.in_fp32)
         singles = self.space.singles()
         for number, candidate in enumerate(singles, 1):
             self._try(f"single change {number} of {len(singles)}", candidate)
+        # The changes that help, combined one after the other, the most helpful first.
         best = self.reference
         for entry in self.faster():
             best = max(best, entry, key=self.speed)
@@ -109,6 +126,7 @@ class Search:
             combined = self._try("combination", both)
             if combined and combined.times and self.speed(combined) > HELPS * self.speed(best):
                 best = combined
+        # What was found so is the winner of many, and by chance too fast: fresh processes decide.
         return self._confirmed()
 
     @property
@@ -146,8 +164,9 @@ class Search:
 
     def faster(self) -> list[Entry]:
         """Return what is faster than the reference so far, the fastest first."""
-        found = [entry for entry in self.entries.values() if entry.times and self.speed(entry) > HELPS]
-        return sorted((entry for entry in found if entry.candidate != self.space.in_fp32), key=self.speed, reverse=True)
+        faster = [entry for entry in self.entries.values() if entry.times and self.speed(entry) > HELPS]
+        advisable = [entry for entry in faster if entry.candidate != self.space.in_fp32]
+        return sorted(advisable, key=self.speed, reverse=True)
 
     def _try(self, kind: str, candidate: Candidate) -> Entry | None:
         """Measure a candidate, if it is new, forecast to fit, and there is time; return its entry."""
@@ -155,23 +174,23 @@ class Search:
         if label in self.entries:
             return self.entries[label]
         reference = self.reference if any(entry.times for entry in self.entries.values()) else None
-        why = self.space.refused(candidate)
+        why = self.machine.too_large(candidate)
         if reference and self._spare_s < self._process_s:
             why = NO_TIME
         if why:
             self.space.left_out[label] = why
             return None
-        if reference and self.clock() - self._renewed_at > RENEW_S:
-            self._renew(reference, self.time(reference.candidate, BLOCKS, math.inf))
-        self.say(f"{kind}: {label}")
-        entry, began = Entry(candidate), self.clock()
+        if reference and self.machine.clock() - self._renewed_at > RENEW_S:
+            self._renew(reference, self.machine.time(reference.candidate, BLOCKS, math.inf))
+        self.print(f"{kind}: {label}")
+        entry, began = Entry(candidate), self.machine.clock()
         self.entries[label] = entry
         try:
-            entry.times = self.time(candidate, BLOCKS, self._spare_s if reference else math.inf)
+            entry.times = self.machine.time(candidate, BLOCKS, self._spare_s if reference else math.inf)
         except RunError as error:
             entry.failure = first_line(error)
             return entry
-        self._process_s = max(self._process_s, self.clock() - began - entry.compile_s)
+        self._process_s = max(self._process_s, self.machine.clock() - began - entry.compile_s)
         if reference:
             entry.reference_s = reference.measured.step_s
         else:
@@ -179,12 +198,16 @@ class Search:
         return entry
 
     @property
+    def _end(self) -> float:
+        return self._began + self.time_budget_s
+
+    @property
     def _spare_s(self) -> float:
         """Seconds until what is left is for the check-up and the pairs."""
-        return self._end - self.clock() - 2 * PAIRS * self._process_s
+        return self._end - self.machine.clock() - 2 * PAIRS * self._process_s
 
     def _renew(self, reference: Entry, times: Times) -> None:
-        self._renewed_at = self.clock()
+        self._renewed_at = self.machine.clock()
         reference.times = Times(times.step_s, max(reference.compile_s, times.compile_s), times.memory_bytes)
         reference.reference_s = times.step_s
 
@@ -195,8 +218,8 @@ class Search:
             if faulty == MOST_FAULTS:
                 self.space.notes.append(f"{faulty} settings have a fault, so no further one is examined or advised")
                 break
-            self.say(f"check-up by the doctor: {entry.label}")
-            entry.health = self.check_up(entry)
+            self.print(f"check-up by the doctor: {entry.label}")
+            entry.health = self.machine.check_up(entry.candidate)
             if missed := entry.health.get("missed"):
                 self.space.notes.append(f"check-up of {entry.label}: {'; '.join(missed)}")
             if entry.fault:
@@ -216,20 +239,21 @@ class Search:
         """Time a setting beside the reference in fresh pairs; return whether its interval in a whole run is above 1."""
         reference = self.reference
         seconds: dict[str, list[float]] = {reference.label: [], entry.label: []}
-        began = self.clock()
+        began = self.machine.clock()
         for turn, (side, pair) in enumerate(interleave([reference, entry], range(PAIRS))):
             if turn % 2 == 0:
-                if pair >= LEAST_PAIRS and self.clock() + (self.clock() - began) / pair > self._end:
+                if pair >= LEAST_PAIRS and self.machine.clock() + (self.machine.clock() - began) / pair > self._end:
                     self.space.notes.append(f"there was time for {pair} of {PAIRS} pairs")
                     break
-                self.say(f"pair {pair + 1} of {PAIRS} of fresh processes: {reference.label}, {entry.label}")
-            seconds[side.label].append(self.time(side.candidate, FINAL_BLOCKS, math.inf).step_s)
+                self.print(f"pair {pair + 1} of {PAIRS} of fresh processes: {reference.label}, {entry.label}")
+            seconds[side.label].append(self.machine.time(side.candidate, FINAL_BLOCKS, math.inf).step_s)
         entry.pairs = list(zip(seconds[entry.label], seconds[reference.label], strict=True))
-        found = self.interval(entry)
-        assert found is not None
-        if found.low > 1:
+        interval = self.interval(entry)
+        assert interval is not None
+        if interval.low > 1:
             return True
-        speed = f"{times(found)} as fast as {reference.label}"
-        run = f" in a run of {counted(self.steps, 'step')}, compile time included" * (entry.compile_s > 0)
-        self.space.notes.append(f"{entry.label} was the fastest, which fresh processes did not confirm: {speed}{run}")
+        speed = f"{times(interval)} as fast as {reference.label}"
+        if entry.compile_s:
+            speed += f" in a run of {counted(self.steps, 'step')}, compile time included"
+        self.space.notes.append(f"{entry.label} was the fastest, which fresh processes did not confirm: {speed}")
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
@@ -14,11 +14,11 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from evidence.comparison.judge import Ratio
-from evidence.measures import MEASURES, TIMED
+from evidence.measures import MEASURES
 from evidence.runs import Arm, check_labels
-from mantissa.verdict.compare import PAIRS
-from mantissa.verdict.statistics import INCONCLUSIVE, Interval
+from mantissa.verdict.judge import EXACT, TIMED, Ratio, ratio
+from mantissa.verdict.runs import Runs
+from mantissa.verdict.statistics import INCONCLUSIVE, PAIRS, Interval
 from trainer.config.compose import key_of
 from trainer.errors import UserError, check_choice, first_line, nearest
 from trainer.files import PROJECT
@@ -36,12 +36,13 @@ _MEMORY_IS_SOLD_AS = 0.92
 
 @dataclass
 class Criterion:
-    """Bounds on a quantity that a comparison measures; without bounds it is only reported."""
+    """Bounds on a row of a comparison; without bounds it is only reported."""
 
     measure: str
+    """Name of the number: a key of ``MEASURES``."""
     arm: str
     over: str = ""
-    """Baseline, of whose ratios the bounds are; empty: they are of the mean over the runs."""
+    """Baseline, whose ratios are bounded; empty: the mean over the runs is."""
     at_least: float = -math.inf
     at_most: float = math.inf
     published: str = ""
@@ -55,7 +56,7 @@ class Criterion:
 
     @property
     def arms(self) -> list[str]:
-        """All arms that it names."""
+        """Arms that it names."""
         return list(filter(None, (self.arm, self.over)))
 
     @property
@@ -65,13 +66,19 @@ class Criterion:
 
     def quantity(self) -> str:
         """Return the quantity in words."""
-        return f"{MEASURES[self.measure][1]}, {self.arm}{f' over {self.over}' if self.over else ''}"
+        return f"{MEASURES[self.measure]}, {self.arm}{f' over {self.over}' if self.over else ''}"
 
     def bounds(self) -> str:
         """Return the bounds in words."""
         if math.isinf(self.at_least):
             return f"≤ {self.at_most:g}"
         return f"≥ {self.at_least:g}" if math.isinf(self.at_most) else f"{self.at_least:g} to {self.at_most:g}"
+
+    def row(self, runs: Runs) -> Ratio:
+        """Return the row of a comparison that it bounds; a failed run leaves its verdict open."""
+        arm, base = runs[self.arm], runs[self.over or self.arm]
+        row, all_ended = ratio(self.measure, arm, base), all(run.ended for run in (*arm.values(), *base.values()))
+        return row if all_ended else replace(row, why=row.why or "a run failed")
 
     def interval(self, row: Ratio) -> Interval | None:
         """Return the interval that the bounds are for, from a comparison's row; None: not measured."""
@@ -127,7 +134,7 @@ class Claim:
                 if self.related
                 else "no criterion decides; give one at_least or at_most, or say in related: why none can"
             )
-        if self.repeats < (PAIRS if any(criterion.measure != "memory" for criterion in self.criteria) else 2):
+        if self.repeats < (PAIRS if any(criterion.measure not in EXACT for criterion in self.criteria) else 2):
             raise UserError(f"repeats: {self.repeats} is too few; set repeats: {PAIRS}")
         check_labels(list(self.arms))
         for name, text in self.arms.items():
@@ -144,8 +151,8 @@ class Claim:
 
     def overrides(self, arm: str, on_cuda: bool = False) -> list[str]:
         """Return the overrides of an arm: its setup's, those for a GPU, its own."""
-        setup, *own = self.arms[arm].split()
-        return [*self.setups[setup].split(), *(self.on_cuda.get(setup, "") if on_cuda else "").split(), *own]
+        setup, *changes = self.arms[arm].split()
+        return [*self.setups[setup].split(), *(self.on_cuda.get(setup, "") if on_cuda else "").split(), *changes]
 
     def lacking(self, hardware: Hardware, given: list[str]) -> list[str]:
         """Return what this machine or the command line lacks to run the claim, in words; empty: nothing."""
@@ -160,16 +167,16 @@ class Claim:
 
     def untestable(self, hardware: Hardware) -> dict[int, str]:
         """Return why criteria cannot be tested here, by their number: a format that this machine lacks or emulates."""
-        found: dict[int, str] = {}
+        untestable: dict[int, str] = {}
         for number, criterion in enumerate(self.criteria):
             for arm in criterion.arms:
                 words = reversed(self.overrides(arm))
                 mode = next((word.removeprefix(_PRECISION) for word in words if word.startswith(_PRECISION)), "fp32")
                 if hardware.support(mode) == UNAVAILABLE:
-                    found[number] = f"{mode} is not available here"
+                    untestable[number] = f"{mode} is not available here"
                 elif criterion.measure in TIMED and (why := not_timed_here(mode, hardware)):
-                    found[number] = why
-        return found
+                    untestable[number] = why
+        return untestable
 
     def to_run(self, hardware: Hardware) -> list[str]:
         """Return the names of the arms to run here; empty: nothing can be tested that gives an outcome."""
@@ -185,13 +192,13 @@ class Claim:
         quiet = (*QUIET, "profiler=memory" if ledger else "profiler=none")
         asked = [override for override in given if key_of(override) in self.asks]
         device = hardware.device.type
-        own = {name: self.overrides(name, device == CUDA.type) for name in names}
-        return [Arm(name, (*quiet, *own[name], f"device={device}", *asked)) for name in names]
+        overrides = {name: self.overrides(name, device == CUDA.type) for name in names}
+        return [Arm(name, (*quiet, *overrides[name], f"device={device}", *asked)) for name in names]
 
 
 def lacking(needs: list[str], hardware: Hardware) -> list[str]:
     """Return, in words, those needs that this machine does not meet."""
-    found = []
+    missing = []
     for need in needs:
         if need in NEEDS:
             has, words = NEEDS[need]
@@ -202,8 +209,8 @@ def lacking(needs: list[str], hardware: Hardware) -> list[str]:
         else:  # a part of a GPU is not that GPU
             met, words = bool(re.search(rf"\b{need}\b(?!.*\bMIG\b)", hardware.name)), f"the GPU {need}"
         if not met:
-            found.append(words)
-    return found
+            missing.append(words)
+    return missing
 
 
 NEEDS: dict[str, tuple[Callable[[Hardware], bool], str]] = {

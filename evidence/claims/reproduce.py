@@ -6,21 +6,22 @@ import hashlib
 import json
 import math
 from contextlib import redirect_stdout
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
+from typing import Any
 
 from evidence.claims.claims import CONFIRMED, REFUTED, Claim, Criterion, load, names
-from evidence.comparison.judge import Ratio, ratio
-from evidence.options import ReproduceOptions
-from evidence.runs import Outcome, Runner, merge_overrides
-from mantissa.verdict.compare import percent, times
+from evidence.runs import Runner, merge_overrides
+from mantissa.verdict.judge import Ratio
+from mantissa.verdict.report import percent, times
+from mantissa.verdict.runs import by_arm
 from mantissa.verdict.statistics import INCONCLUSIVE
 from trainer.config.compose import compose, key_of
 from trainer.config.options import parse
 from trainer.errors import UserError
-from trainer.files import read_json, write_json
+from trainer.files import write_json
 from trainer.hardware import Hardware, detect
 from trainer.run.provenance import git_facts, versions
 from trainer.terminal import on_error_stream, work
@@ -28,6 +29,20 @@ from trainer.terminal import on_error_stream, work
 NOT_HERE, NO_VERDICT = "NOT TESTABLE HERE", "no verdict"
 RESULT_FILE = "claim.json"
 _short = partial(shorten, placeholder=" …")
+
+
+@dataclass
+class ReproduceOptions:
+    """Options of scripts/reproduce.py."""
+
+    claim: list[str] = field(default_factory=list)
+    all: bool = False
+    device: str = "auto"
+    output_dir: Path = Path("outputs")
+
+    def __post_init__(self) -> None:
+        if self.claim and self.all:
+            raise UserError("claim=… and all=true exclude each other; drop one")
 
 
 def main(arguments: list[str]) -> int:
@@ -41,6 +56,8 @@ def main(arguments: list[str]) -> int:
     if not options.claim and not options.all:
         _list(hardware)
         return 0
+
+    # Mistakes first: an unknown claim, an option that none has, an arm that train.py would refuse.
     claims = [load(name) for name in (names() if options.all else dict.fromkeys(options.claim))]
     asked = {key for claim in claims for key in claim.asks}
     if others := [override for override in given if key_of(override) not in asked]:
@@ -59,21 +76,34 @@ def main(arguments: list[str]) -> int:
         else:
             testable.append(claim)
             _check_overrides(claim, hardware, given)
+
+    # Then the claims, one after the other.
     folder, tested = options.output_dir.absolute() / "reproduce", _test_in_short if options.all else test
-    return max([tested(claim, hardware, given, Runner(_folder(folder, claim, given))) for claim in testable], default=0)
+    results = [tested(claim, hardware, given, Runner(_folder(folder, claim, given))) for claim in testable]
+    return int(any(result.failed for result in results))
 
 
-def _test_in_short(claim: Claim, hardware: Hardware, given: list[str], runner: Runner) -> int:
-    """Test a claim as ``test`` does, which prints to a file here, and print what was found in a line."""
+@dataclass(frozen=True)
+class Result:
+    """A claim that was tested."""
+
+    verdict: str
+    rows: list[dict[str, Any]]
+    """Measured rows, as ``benchmarks/results.py`` keeps them."""
+    failed: bool
+    """Whether a run failed."""
+
+
+def _test_in_short(claim: Claim, hardware: Hardware, given: list[str], runner: Runner) -> Result:
+    """Test a claim as ``test`` does, which prints to a file here, and print the result in a line."""
     runner.folder.mkdir(parents=True, exist_ok=True)
     log = runner.folder / "test.log"
     with log.open("w", encoding="utf-8") as file, on_error_stream(), work(claim.id), redirect_stdout(file):
-        failed = test(claim, hardware, given, runner)
-    found = read_json(runner.folder / RESULT_FILE)
-    measured = [f"{row['value']:.3g}{row['unit']} {row['quantity']}" for row in found["rows"][:1]]
-    words = [f"a run failed, see {log}"] if failed else [f"published {claim.published}", *measured]
-    print(_short(f"{claim.id}: {'; '.join([found['verdict'], *words])}", 200 if failed else 100), flush=True)
-    return failed
+        result = test(claim, hardware, given, runner)
+    measured = [f"{row['value']:.3g}{row['unit']} {row['quantity']}" for row in result.rows[:1]]
+    words = [f"a run failed, see {log}"] if result.failed else [f"published {claim.published}", *measured]
+    print(_short(f"{claim.id}: {'; '.join([result.verdict, *words])}", 200 if result.failed else 100), flush=True)
+    return result
 
 
 def _why_not_here(claim: Claim, hardware: Hardware, given: list[str]) -> str:
@@ -98,52 +128,46 @@ def _folder(parent: Path, claim: Claim, given: list[str]) -> Path:
     return parent / f"{claim.id}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]}"
 
 
-def test(claim: Claim, hardware: Hardware, given: list[str], runner: Runner) -> int:
-    """Train what is left to train of a claim, print and write what was found; return 1 where a run failed."""
-    arms, left_out = claim.runs(claim.to_run(hardware), given, hardware), claim.untestable(hardware)
+def test(claim: Claim, hardware: Hardware, given: list[str], runner: Runner) -> Result:
+    """Train what is left to train of a claim, print the result, and write it."""
+    arms = claim.runs(claim.to_run(hardware), given, hardware)
     print(f"\n{_described(claim)}\n{len(arms)} arms × {claim.repeats}, alternating; {runner.runs}")
-    outcomes = runner.run_all(arms, list(range(claim.repeats)))
-    related = claim.only_related(hardware)
-    rows = list[tuple[Criterion, Ratio]]()
+    runs = by_arm([arm.label for arm in arms], runner.run_all(arms, list(range(claim.repeats))))
+
+    # What is not testable here has no row; what is not the statement has a row, and no bounds.
+    related, left_out = claim.only_related(hardware), claim.untestable(hardware)
+    rows: list[tuple[Criterion, Ratio]] = []
     for number, criterion in enumerate(claim.criteria):
-        why = left_out.get(number)
-        if related or why:
-            criterion = replace(criterion, at_least=-math.inf, at_most=math.inf)
-        rows.append((criterion, Ratio(None, why=f"{NOT_HERE}: {why}") if why else row_of(criterion, outcomes)))
+        row = Ratio(None, why=f"{NOT_HERE}: {left_out[number]}") if number in left_out else criterion.row(runs)
+        unbounded = replace(criterion, at_least=-math.inf, at_most=math.inf)
+        rows.append((unbounded if related or number in left_out else criterion, row))
+
+    # The claim holds where all of its bounds do.
     verdicts = [criterion.verdict(row) for criterion, row in rows]
     verdict = next((one for one in (REFUTED, INCONCLUSIVE, CONFIRMED) if one in verdicts), NO_VERDICT)
     print(f"\n{claim.id}: {verdict}{f' ({related})' if related else ''}; published: {claim.published}")
     for criterion, row in rows:
         print(_line(criterion, row))
-    failed = [run for run in outcomes if not run.ended]
+    failed = [run for of_arm in runs.values() for run in of_arm.values() if not run.ended]
     for run in failed:
-        print(f"  failed: {run.arm}, seed {run.seed}: {run.reason}")
+        print(f"  failed: {run.arm}, seed {run.seed}: {run.failure}")
     command = " ".join(["python scripts/reproduce.py", f"claim={claim.id}", *(f"{key}=…" for key in claim.asks)])
-    found = {"claim": claim.id, "verdict": verdict, "command": command, "rows": _kept(rows)}
-    write_json(runner.folder / RESULT_FILE, found)
-    return int(bool(failed))
-
-
-def row_of(criterion: Criterion, outcomes: list[Outcome]) -> Ratio:
-    """Return the row of a comparison that a criterion bounds; a failed run leaves its verdict open."""
-    names = (criterion.arm, criterion.over or criterion.arm)
-    arm, base = ({run.seed: run for run in outcomes if run.arm == name} for name in names)
-    row = ratio(criterion.measure, arm, base)
-    if not all(run.ended for run in (*arm.values(), *base.values())):
-        row.why = row.why or "a run failed"
-    return row
+    result = Result(verdict, _kept(rows), bool(failed))
+    content = {"claim": claim.id, "verdict": verdict, "command": command, "rows": result.rows}
+    write_json(runner.folder / RESULT_FILE, content)
+    return result
 
 
 def _line(criterion: Criterion, row: Ratio) -> str:
     """Return what was measured beside what was published."""
-    found = criterion.interval(row)
-    if found is None:
+    interval = criterion.interval(row)
+    if interval is None:
         shown = "not measured"
-    elif criterion.over and math.isfinite(found.high):
-        change = replace(found, mean=found.mean - 1, low=found.low - 1, high=found.high - 1)
-        shown = percent(change) if "loss" in criterion.measure else times(found)
+    elif criterion.over and math.isfinite(interval.high):
+        change = replace(interval, mean=interval.mean - 1, low=interval.low - 1, high=interval.high - 1)
+        shown = percent(change) if "loss" in criterion.measure else times(interval)
     else:
-        shown, low, high = (f"{end:.4g}" if abs(end) < 1000 else f"{end:,.0f}" for end in astuple(found)[:3])
+        shown, low, high = (f"{end:.4g}" if abs(end) < 1000 else f"{end:,.0f}" for end in astuple(interval)[:3])
         shown += f" [{low}, {high}]" if low != high else ""
     bounds = f"criterion {criterion.bounds()}" if criterion.decides else ""
     published = f"published {criterion.published}" if criterion.published else ""
@@ -151,20 +175,20 @@ def _line(criterion: Criterion, row: Ratio) -> str:
     return "  ".join(filter(None, words))
 
 
-def _kept(rows: list[tuple[Criterion, Ratio]]) -> list[dict[str, object]]:
+def _kept(rows: list[tuple[Criterion, Ratio]]) -> list[dict[str, Any]]:
     """Return the measured rows that have no ``why``, as ``benchmarks/results.py`` keeps them."""
     return [
         {
             "quantity": criterion.quantity(),
-            "value": found.mean,
-            "low": found.low,
-            "high": found.high,
+            "value": interval.mean,
+            "low": interval.low,
+            "high": interval.high,
             "unit": "x" if criterion.over else "",
             "published": criterion.published,
             "verdict": criterion.verdict(row),
         }
         for criterion, row in rows
-        if (found := criterion.interval(row)) and math.isfinite(found.mean) and not row.why
+        if (interval := criterion.interval(row)) and math.isfinite(interval.mean) and not row.why
     ]
 
 

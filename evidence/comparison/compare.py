@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evidence.comparison.judge import ArmResult, judge, losses
-from evidence.runs import Arm, Outcome, Runner, merge_overrides, redacted_arguments
+from evidence.runs import Arm, Runner, merge_overrides, redacted_arguments
 from mantissa.errors import UsageError
-from mantissa.verdict.compare import Look, judge_and_keep
+from mantissa.verdict.judge import Row, incomparable, judge
+from mantissa.verdict.runs import Look, Run, Runs, by_arm
 from trainer.config.command_line import quoted
 from trainer.config.compose import check_single, compose
 from trainer.config.registration import flatten
@@ -21,6 +21,8 @@ from trainer.run.provenance import git_facts, versions
 from trainer.tracking.store import GROUP_TAG
 
 RESULT_FILE = "comparison.json"
+COSTS = ("speed", "memory")
+"""Names of the numbers that arms are compared by, beside their loss."""
 
 
 @dataclass
@@ -54,22 +56,56 @@ class Result:
     """A finished comparison."""
 
     plan: ComparisonPlan
-    arms: list[ArmResult]
-    outcomes: list[Outcome]
+    runs: Runs
+    """Runs by arm and seed, failed ones too."""
+    rows: dict[str, Row]
+    """Judged arms by label, the baseline first."""
     facts: dict[str, Any]
     """Command, recipe, unit, steps, hardware, versions and commit."""
     looks: list[Look]
 
     @property
     def failed(self) -> bool:
-        """Whether a run failed."""
-        return any(arm.failures for arm in self.arms)
+        """Whether a run failed or diverged."""
+        return any(map(self.failures, self.rows))
+
+    def finished(self, label: str) -> list[Run]:
+        """Return the runs of an arm that trained to their end."""
+        return [run for run in self.runs[label].values() if not run.failure]
+
+    def failures(self, label: str) -> dict[int, str]:
+        """Return by seed why the other runs of an arm did not."""
+        return {seed: run.failure for seed, run in self.runs[label].items() if run.failure}
+
+    def skipped_steps(self, label: str) -> int:
+        """Return how many steps the loss scale skipped, in all runs of an arm that finished."""
+        return sum(int(run.values["skipped"] or 0) for run in self.finished(label))
+
+    def arithmetic(self, label: str) -> str:
+        """Return why the speed of an arm's runs is not that of its format; empty: it is."""
+        return next((run.arithmetic for run in self.finished(label) if run.arithmetic), "")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
         head = {key: getattr(self.plan, key) for key in ("name", "baseline", "seeds", "margin")}
-        of_arms = {"common": redacted_arguments(self.plan.common), "arms": [asdict(arm) for arm in self.arms]}
+        arms = [self._arm(arm) for arm in self.plan.arms]
+        of_arms = {"common": redacted_arguments(self.plan.common), "arms": arms}
         return head | self.facts | {"looks": self.looks} | of_arms
+
+    def _arm(self, arm: Arm) -> dict[str, Any]:
+        label, row, base = arm.label, self.rows[arm.label], self.runs[self.plan.baseline]
+        return {
+            "label": label,
+            "overrides": redacted_arguments(arm.overrides),
+            "seeds": [run.seed for run in self.finished(label)],
+            "failures": self.failures(label),
+            **{name: asdict(ratio) for name, ratio in row.ratios.items()},
+            "quality": asdict(row.quality),
+            "reach": asdict(row.reach),
+            "skipped_steps": self.skipped_steps(label),
+            "arithmetic": self.arithmetic(label),
+            "not_timed": incomparable("speed", self.runs[label], base) if label != self.plan.baseline else "",
+        }
 
 
 def compare(plan: ComparisonPlan, configs: dict[str, Config], command: str = "") -> Result:
@@ -86,6 +122,7 @@ def compare(plan: ComparisonPlan, configs: dict[str, Config], command: str = "")
         UserError: the folder holds another comparison or seeds that are left out now, is in use by another process, or
             cannot be written.
     """
+    # What stays the same, however often the command is repeated.
     first = configs[plan.baseline]
     if not plan.name:
         plan.name = "-".join([first.recipe.name, *(arm.label for arm in plan.arms)])
@@ -100,16 +137,18 @@ def compare(plan: ComparisonPlan, configs: dict[str, Config], command: str = "")
         "versions": versions(),
         "git": git_facts(),
     }
+
     # No checkpoints; and a memory ledger where CUDA does not count memory.
     quiet = ["checkpoint=none", f"profiler={'none' if hardware.is_gpu else 'memory'}"]
     runner = Runner(folder, merge_overrides([*quiet, f"tags.{GROUP_TAG}={quoted(plan.name)}"], plan.common))
     _begin(plan, runner, facts)
+
+    # Train, judge, write.
     with in_use(folder):  # a second process would remove this one's unfinished runs
         print(f"{len(arms)} arms × {len(seeds)} seeds, alternating; every run is a fresh process. {folder}", flush=True)
-        outcomes = runner.run_all(arms, seeds)
-        looks, qualities = judge_and_keep(losses(arms, outcomes), plan.margin, runner.store)
-        judged = judge(arms, outcomes, qualities, plan.margin, len(looks))
-        result = Result(plan, judged, outcomes, facts, looks)
+        runs = by_arm([arm.label for arm in arms], runner.run_all(arms, seeds))
+        rows = judge(runs, plan.margin, runner.store, COSTS)
+        result = Result(plan, runs, rows, facts, runner.store.looks)
         write_json(folder / RESULT_FILE, result.to_dict())
     return result
 

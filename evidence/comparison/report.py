@@ -6,12 +6,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from evidence.comparison.compare import Result
-from evidence.comparison.judge import ArmResult, Ratio
 from evidence.comparison.plots import figures
 from mantissa.display import loss, mebibytes
-from mantissa.verdict.compare import EQUAL_LOSS, METHOD, NOT_JUDGED, about_looks, failures, times, with_level
+from mantissa.verdict.judge import Quality, Ratio, Row
 from mantissa.verdict.page import Plot, Report, Section, measured_on
-from mantissa.verdict.statistics import Interval
+from mantissa.verdict.report import (
+    EQUAL_LOSS,
+    METHOD,
+    about_looks,
+    failures,
+    reach_cells,
+    reach_sentence,
+    times,
+    with_level,
+)
+from mantissa.verdict.statistics import BETTER, EQUIVALENT, INCONCLUSIVE, NOT_JUDGED, WORSE, Interval
 from trainer.precision.kernels import in_short
 
 QUALITY = ("arm", "quality", "difference", "steps to equal loss", "time to equal loss")
@@ -44,66 +53,73 @@ def write_report(result: Result) -> list[Path]:
 
 def quality_rows(result: Result) -> list[tuple[str, ...]]:
     """Return the head, and for each arm its verdict, and what it takes to the baseline's final loss."""
-    rows: list[tuple[str, ...]] = [QUALITY]
-    for arm in result.arms:
-        verdict = arm.quality.verdict
-        difference, reached = with_level(arm.quality.shown), arm.reach.cells(not verdict)
-        rows.append((arm.label, verdict or "(baseline)", difference, *reached))
-    return rows
+    table: list[tuple[str, ...]] = [QUALITY]
+    for label, row in result.rows.items():
+        verdict = row.quality.verdict
+        difference, reached = with_level(row.quality.interval), reach_cells(row.reach, not verdict)
+        table.append((label, verdict or "(baseline)", difference, *reached))
+    return table
 
 
 def cost_rows(result: Result) -> list[tuple[str, ...]]:
     """Return the head, a row for each arm, and the drift of speed: that of the baseline's last run over its first."""
-    rows: list[tuple[str, ...]] = [COST]
-    for arm in result.arms:
-        rate = _mean(arm.speed.value, arm.speed.values, lambda value: f"{value:,.0f} {result.facts['unit']}/s")
-        rate += in_short(arm.arithmetic)
-        peak = _mean(arm.memory.value, arm.memory.values, lambda value: f"{mebibytes(value)} MiB")
-        ratios = _ratio(result, arm, arm.speed), _ratio(result, arm, arm.memory)
-        rows.append((arm.label, *ratios, rate, peak, _mean(None, arm.quality.values, loss)))
-    base = next(arm for arm in result.arms if arm.label == result.plan.baseline)
-    if len(base.speed.values) > 1:
-        drift = f"{base.speed.values[-1] / base.speed.values[0]:.2f}x"
-        rows.append((f"drift of {base.label}", drift, "", "", "", ""))
-    return rows
+    table: list[tuple[str, ...]] = [COST]
+    for label, row in result.rows.items():
+        speed, memory = row.ratios["speed"], row.ratios["memory"]
+        rate = _mean(speed.value, speed.values, lambda value: f"{value:,.0f} {result.facts['unit']}/s")
+        rate += in_short(result.arithmetic(label))
+        peak = _mean(memory.value, memory.values, lambda value: f"{mebibytes(value)} MiB")
+        is_baseline = label == result.plan.baseline
+        ratios = _ratio(speed, is_baseline), _ratio(memory, is_baseline)
+        table.append((label, *ratios, rate, peak, _mean(None, row.quality.values, loss)))
+    speeds = result.rows[result.plan.baseline].ratios["speed"].values
+    if len(speeds) > 1:
+        table.append((f"drift of {result.plan.baseline}", f"{speeds[-1] / speeds[0]:.2f}x", "", "", "", ""))
+    return table
 
 
 def lead(result: Result) -> list[str]:
     """Return what one would tell a colleague of each arm, in a sentence or two."""
-    return [_told(result, arm) for arm in result.arms if arm.label != result.plan.baseline]
+    return [_arm(result, label, row) for label, row in result.rows.items() if label != result.plan.baseline]
 
 
-def _told(result: Result, arm: ArmResult) -> str:
+def _arm(result: Result, label: str, row: Row) -> str:
+    baseline = result.plan.baseline
+
+    # What it costs, in a clause each; only the first says what it is compared with.
     costs: list[str] = []
     not_judged: dict[str, list[str]] = {}  # quantities by the reason
-    for name, quantity in (("speed", arm.speed), ("memory", arm.memory)):
+    for name, quantity in row.ratios.items():
         if quantity.why and quantity.values:
             not_judged.setdefault(quantity.why, []).append(name)
         elif quantity.ratio:
             text, word = _cost(name, quantity.ratio)
-            costs.append(text if costs else f"{text} {word} {result.plan.baseline}")
-    loss_is = _loss_is(arm, f"{100 * result.plan.margin:g} %")
-    if arm.quality.verdict == NOT_JUDGED:
-        not_judged.setdefault(arm.quality.why, []).append("validation loss")
+            costs.append(text if costs else f"{text} {word} {baseline}")
+
+    # Whether it trains as well, and what it takes to be as good.
+    loss_is = _loss_is(row.quality, f"{100 * result.plan.margin:g} %")
+    if row.quality.verdict == NOT_JUDGED:
+        not_judged.setdefault(row.quality.why, []).append("validation loss")
     clauses = "; ".join(filter(None, (" and ".join(costs), loss_is)))
-    parts = [f"{arm.label}{'' if costs else ':'} {clauses}." if clauses else f"{arm.label}:"]
-    parts += filter(None, [arm.reach.sentence(f"final loss of {result.plan.baseline}")])
+    parts = [f"{label}{'' if costs else ':'} {clauses}." if clauses else f"{label}:"]
+    parts += filter(None, [reach_sentence(row.reach, f"final loss of {baseline}")])
+
+    # What is open, and why.
     if not_judged:
         reasons = (f"{' and '.join(names)} ({why})" for why, names in not_judged.items())
         parts.append(f"{NOT_JUDGED}: {'; '.join(reasons)}.")
     return " ".join(parts)
 
 
-def _loss_is(arm: ArmResult, margin: str) -> str:
-    quality = arm.quality
-    match quality.verdict:
-        case "EQUIVALENT":
-            return f"its validation loss is the same within {margin}"
-        case "INCONCLUSIVE":
-            return f"whether its validation loss is the same within {margin} is open"
-        case "WORSE" | "BETTER" as verdict:
-            by = f" by {abs(100 * quality.test.difference.mean):.2g} %" if quality.test else f": {quality.why}"
-            return f"its validation loss is {verdict.lower()}{by}"
+def _loss_is(quality: Quality, margin: str) -> str:
+    verdict = quality.verdict
+    if verdict == EQUIVALENT:
+        return f"its validation loss is the same within {margin}"
+    if verdict == INCONCLUSIVE:
+        return f"whether its validation loss is the same within {margin} is open"
+    if verdict in (WORSE, BETTER):
+        by = f" by {abs(100 * quality.test.difference.mean):.2g} %" if quality.test else f": {quality.why}"
+        return f"its validation loss is {verdict.lower()}{by}"
     return ""
 
 
@@ -124,15 +140,15 @@ def _cost(name: str, ratio: Interval) -> tuple[str, str]:
 
 def notes(result: Result) -> list[str]:
     """Return a sentence for each failure, each verdict that needs a word, skipped steps, and the looks."""
-    found = []
-    for arm in result.arms:
-        found += failures(arm.label, arm.failures)
-        if arm.skipped_steps:
-            steps = result.facts["steps"] * len(arm.seeds)
-            found.append(f"{arm.label} skipped {arm.skipped_steps:,} of {steps:,} steps for an overflow.")
-        if arm.quality.why and arm.quality.verdict != NOT_JUDGED:
-            found.append(f"{arm.label}: {arm.quality.why}.")
-    return [*found, *about_looks(result.looks)]
+    sentences = []
+    for label, row in result.rows.items():
+        sentences += failures(label, result.failures(label))
+        if skipped := result.skipped_steps(label):
+            steps = result.facts["steps"] * len(result.finished(label))
+            sentences.append(f"{label} skipped {skipped:,} of {steps:,} steps for an overflow.")
+        if row.quality.why and row.quality.verdict != NOT_JUDGED:
+            sentences.append(f"{label}: {row.quality.why}.")
+    return [*sentences, *about_looks(result.looks)]
 
 
 def method(result: Result) -> list[str]:
@@ -157,9 +173,9 @@ def _mean(interval: Interval | None, values: list[float], show: Callable[[float]
     return f"{middle} ± {100 * half:.1f} %" if half < 1 else f"{middle} ± over 100 %"
 
 
-def _ratio(result: Result, arm: ArmResult, quantity: Ratio) -> str:
+def _ratio(quantity: Ratio, is_baseline: bool) -> str:
     if quantity.why and quantity.values:
         return NOT_JUDGED
     if quantity.ratio is not None:
         return times(quantity.ratio)
-    return "1" if quantity.values and arm.label == result.plan.baseline else "not measured"
+    return "1" if quantity.values and is_baseline else "not measured"

@@ -4,20 +4,40 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from evidence.doctor.plots import figures
 from evidence.doctor.replay import of_overrides, of_run
-from evidence.options import DoctorOptions
 from evidence.runs import redacted_arguments
 from mantissa.commands import say_part, seconds_of
 from mantissa.doctor.diagnosis import CHECKS, Diagnosis, diagnose
 from mantissa.doctor.report import lines, opening, write_report
-from trainer.config.options import parse
+from trainer.config.options import Overriding, parse
 from trainer.config.schema import Config
+from trainer.errors import UserError, nearest
 from trainer.files import remove_folder
 from trainer.hardware import detect
 from trainer.run.provenance import git_facts, versions
+
+
+@dataclass
+class DoctorOptions(Overriding):
+    """Options of scripts/doctor.py."""
+
+    positional = "resume"
+
+    resume: str = ""
+    step: int = 0
+    check: list[str] = field(default_factory=lambda: ["all"])
+    time_budget: str = "60s"
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.check if name not in (*CHECKS, "all")]:
+            near = nearest(unknown[0], CHECKS)
+            raise UserError(f"check={unknown[0]} is not a check{near} (all, {', '.join(CHECKS)})")
+        if self.check == ["islands"]:
+            raise UserError("check=islands cures what another check finds; set check=formats,islands, or check=all")
 
 
 def main(arguments: list[str]) -> int:

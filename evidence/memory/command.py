@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import dataclass
 
 from evidence.memory.max_batch import MARGIN, largest_micro_batch, parse_memory_budget
-from evidence.options import MaxBatchOptions
 from mantissa.display import columns
 from mantissa.step.ledger import CATEGORIES, MIB, Ledger
 from trainer.config.compose import combinations, compose
@@ -19,7 +19,9 @@ def memory(arguments: list[str]) -> int:
     """Forecast every combination of the overrides, and print a table."""
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     _, overrides = parse(arguments, Overriding, "overrides")
-    configs = {label: compose(own) for label, own in combinations(overrides).items()}  # mistakes before any work
+    configs = {
+        label: compose(overrides) for label, overrides in combinations(overrides).items()
+    }  # mistakes before any work
     ledgers = {}
     for number, (label, config) in enumerate(configs.items(), 1):
         print(f"forecasting {number} of {len(configs)} …", file=sys.stderr)
@@ -40,14 +42,25 @@ def _table(ledgers: dict[str, Ledger]) -> str:
     return columns(rows)
 
 
+@dataclass
+class MaxBatchOptions(Overriding):
+    """Options of scripts/max_batch.py."""
+
+    fixed = dict.fromkeys(("micro_batch_size",), "it is what this command finds")
+
+    memory_budget: str = "device"
+
+
 def max_batch(arguments: list[str]) -> int:
     """Search for the largest microbatch, and print it with the overrides to paste."""
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     options, overrides = parse(arguments, MaxBatchOptions, "overrides")
     memory_bytes = parse_memory_budget(options.memory_budget, detect(compose(overrides).device))
-    found = largest_micro_batch(overrides, memory_bytes)
+    largest = largest_micro_batch(overrides, memory_bytes)
     print(f"\nlargest micro_batch_size in {options.memory_budget}, {MARGIN:.0%} of it left free: ", end="")
-    print(f"{found.micro_batch_size}{', as batch_size, too' * (found.micro_batch_size > found.batch_size)}")
-    print(f"largest of these that divides batch_size={found.batch_size}: {found.dividing}; paste:")
-    print(found.overrides)
+    print(
+        f"{largest.micro_batch_size}{', as batch_size, too' if largest.micro_batch_size > largest.batch_size else ''}"
+    )
+    print(f"largest of these that divides batch_size={largest.batch_size}: {largest.dividing}; paste:")
+    print(largest.overrides)
     return 0

@@ -30,9 +30,11 @@ def fitting(
     """
     plan = config.plan(hardware)
     needed = fit_plan(config, plan, hardware, World(), datasets).batching.micro_batch_size
-    changed = [f"micro_batch_size={needed}"] * (needed != plan.batching.micro_batch_size)
-    why = f"every candidate has {' '.join(changed)}, because train.py's default does not fit into the memory"
-    return merge_overrides(overrides, changed), [why] * bool(changed)
+    if needed == plan.batching.micro_batch_size:
+        return list(overrides), []
+    changed = f"micro_batch_size={needed}"
+    why = f"every candidate has {changed}, because train.py's default does not fit into the memory"
+    return merge_overrides(overrides, [changed]), [why]
 
 
 def too_large(overrides: Sequence[str], hardware: Hardware, datasets: Datasets, usable_bytes: float) -> str:

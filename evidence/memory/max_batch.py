@@ -78,7 +78,7 @@ def largest_micro_batch(overrides: Sequence[str], memory_bytes: int) -> LargestB
     def fits(multiples: int) -> bool:
         size = multiple * multiples
         fitted = trial.fits(sized(size), limit_bytes)
-        beyond = f", beyond batch_size={batch_size}" * (size > batch_size)
+        beyond = f", beyond batch_size={batch_size}" if size > batch_size else ""
         print(f"micro_batch_size={size} {'fits' if fitted else 'does not fit'}{beyond}", flush=True)
         return fitted
 
@@ -120,8 +120,8 @@ def _first_guess(sized: Callable[[int], list[str]], limit_bytes: int) -> int:
     # Not for a single sample: batch norm refuses it where its last feature map is one pixel.
     configs = compose(sized(2)), compose(sized(8))
     two, eight = (required_bytes(config, forecast(config)) for config in configs)
-    each = max(1.0, (eight - two) / 6)  # the straight line through both
-    return min(_LARGEST, max(1, math.floor(2 + (limit_bytes - two) / each)))
+    of_sample = max(1.0, (eight - two) / 6)  # the straight line through both
+    return min(_LARGEST, max(1, math.floor(2 + (limit_bytes - two) / of_sample)))
 
 
 def parse_memory_budget(text: str, hardware: Hardware) -> int:
@@ -133,10 +133,10 @@ def parse_memory_budget(text: str, hardware: Hardware) -> int:
     there = hardware.memory_bytes if hardware.is_gpu else available_bytes(hardware.device)
     if text == "device":
         return there
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT]i?B)", text, re.IGNORECASE)
-    if not found or not float(found[1]):
+    amount = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT]i?B)", text, re.IGNORECASE)
+    if not amount or not float(amount[1]):
         raise UserError(f"memory_budget={text} is not a size; write memory_budget=8GiB or memory_budget=device")
-    wanted = int(float(found[1]) * _UNITS[found[2].upper()])
+    wanted = int(float(amount[1]) * _UNITS[amount[2].upper()])
     if wanted > there:
         held = f"{hardware.name} {'has' if hardware.is_gpu else 'has free now'}, {size(there)}"
         raise UserError(f"memory_budget={text} is more than {held}; use memory_budget=device")

@@ -15,23 +15,44 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from evidence.options import FIRST, RangeOptions
 from mantissa.display import counted
 from trainer.config.compose import combinations, compose
-from trainer.config.options import parse
+from trainer.config.options import ONE_PROCESS, Overriding, parse
 from trainer.config.schema import Config
-from trainer.errors import RunError
+from trainer.errors import RunError, UserError
 from trainer.hardware import Hardware, detect
 from trainer.optim.schedule import Schedule
 from trainer.run_folder import RunFolder
 from trainer.tracking.plots import COLORS, INK, QUIET, RULE, bare_figure, plain
 from trainer.trainer import StepRecord, Trainer
 
+FIRST = 10
+"""Steps from which nothing is suggested: their loss is the mean of few batches."""
 SMOOTHING = 0.9
 """Weight of the past in the smoothed loss, which follows the loss about nine steps later. (With fastai's 0.98 it would
 be 49 steps: half of a test with 100.)"""
 TOO_HIGH = 4.0
 """The test ends where the smoothed loss is so many times its lowest value (as in fastai)."""
+
+
+@dataclass
+class RangeOptions(Overriding):
+    """Options of scripts/lr_range.py."""
+
+    fixed = ONE_PROCESS | dict.fromkeys(("optimizer.lr", "schedule", "resume", "epochs"), "the test sets it itself")
+
+    min: float = 1e-7
+    max: float = 10.0
+    steps: int = 100
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min < self.max < math.inf:
+            raise UserError(
+                f"min={self.min:g} and max={self.max:g} must be learning rates above 0, min the lower one, such as "
+                f"min={RangeOptions.min:g} max={RangeOptions.max:g}"
+            )
+        if self.steps <= 2 * FIRST:
+            raise UserError(f"steps={self.steps} are too few for a curve; use more than {2 * FIRST}, such as steps=100")
 
 
 def main(arguments: list[str]) -> int:
@@ -43,7 +64,9 @@ def main(arguments: list[str]) -> int:
     """
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     options, overrides = parse(arguments, RangeOptions, "overrides")
-    configs = {label: compose(own) for label, own in combinations([*overrides, f"steps={options.steps}"]).items()}
+    configs = {
+        label: compose(overrides) for label, overrides in combinations([*overrides, f"steps={options.steps}"]).items()
+    }
     for config in configs.values():
         config.plan(detect(config.device))  # mistakes before any work
     first = next(iter(configs.values()))
@@ -128,8 +151,8 @@ class Curve:
             return {}
         slopes = np.gradient(np.array(self.smoothed), np.log(self.lr[: len(self.smoothed)]))
         steepest = FIRST + int(np.argmin(slopes[FIRST:lowest]))
-        found = {"the loss falls fastest": self.lr[steepest], "a tenth of the lowest": self.lr[lowest] / 10}
-        return {reason: float(f"{lr:.1e}") for reason, lr in found.items()}
+        rates = {"the loss falls fastest": self.lr[steepest], "a tenth of the lowest": self.lr[lowest] / 10}
+        return {reason: float(f"{lr:.1e}") for reason, lr in rates.items()}
 
 
 def range_test(config: Config, hardware: Hardware, lowest: float, highest: float, label: str) -> Curve:

@@ -111,12 +111,12 @@ def run_trials(search: Search, overrides: list[str]) -> None:
         try:
             config = compose([*overrides, *proposed, f"checkpoint.best={metric}"])
             tags = {GROUP_TAG: search.study.study_name} | config.tags
-            own = replace(config, run_name=search.run_of(trial), resume=SAME, tags=tags)
-            best = _train(own, trial, search.folder)
+            of_trial = replace(config, run_name=search.run_of(trial), resume=SAME, tags=tags)
+            best = _train(of_trial, trial, search.folder)
         except (Pruned, UserError, NonFiniteError, OutOfMemory) as error:
             if search.trained or not isinstance(error, UserError):  # else it ends the search
-                said = "" if isinstance(error, Pruned) else "failed: "
-                print(f"  {said}{first_line(error)}, {duration(time.monotonic() - began)}", flush=True)
+                failed = "" if isinstance(error, Pruned) else "failed: "
+                print(f"  {failed}{first_line(error)}, {duration(time.monotonic() - began)}", flush=True)
             raise
         took = duration(time.monotonic() - began)
         print(f"  {metric} {loss(best['value'])} at step {best['step']:.0f}, {took}", flush=True)
@@ -192,7 +192,7 @@ def _rows(search: Search) -> list[list[str]]:
     ranked = sorted(
         search.counted(), key=lambda trial: (states.index(trial.state), sign * (trial.value or 0.0), trial.number)
     )
-    found = [["trial", *search.space, search.described["metric"], "at step", "state", "run"]]
+    rows = [["trial", *search.space, search.described["metric"], "at step", "state", "run"]]
     for trial in ranked:
         scores, value, params = trial.intermediate_values, trial.value, trial.params
         if trial.state != TrialState.COMPLETE and scores:
@@ -200,5 +200,5 @@ def _rows(search: Search) -> list[list[str]]:
         at = next((str(step) for step, score in scores.items() if score == value), "")
         options = [shown(params[key]) if key in params else "" for key in search.space]
         score = "" if value is None else loss(value)
-        found.append([str(trial.number), *options, score, at, trial.state.name.lower(), search.run_of(trial)])
-    return found
+        rows.append([str(trial.number), *options, score, at, trial.state.name.lower(), search.run_of(trial)])
+    return rows

@@ -19,7 +19,9 @@ from mantissa.commands import report_folder
 from mantissa.display import counted
 from mantissa.errors import UsageError
 from mantissa.verdict import shell
-from mantissa.verdict.compare import SEED_SHIFT, Comparison, Run, Store
+from mantissa.verdict.comparison import Comparison
+from mantissa.verdict.report import report, write
+from mantissa.verdict.runs import SEED_SHIFT, Run, Store
 
 SEED = "{seed}"
 """What a command has in the place of the seed."""
@@ -66,6 +68,8 @@ def main(arguments: list[str]) -> int:
     for option in ("metric", "step"):
         if getattr(options, option) is not None and not getattr(options, option).strip():
             raise UsageError(f"--{option} is empty; give the text that is printed before the number, such as 'loss'")
+
+    # What is compared, and what is known of it.
     comparison = Comparison(arms, options.metric, options.margin, options.higher_is_better)
     store = _store(options)
     times_before = {label: list(arms.values())[:place].count(arms[label]) for place, label in enumerate(arms)}
@@ -73,24 +77,27 @@ def main(arguments: list[str]) -> int:
     def run(arm: str, seed: int) -> Run:
         command = arms[arm].replace(SEED, str(seed + SEED_SHIFT * times_before[arm]))
         ended = _run(arm, seed, command, options)
-        if ended.failure and not any(kept["arm"] == arm and not kept["failure"] for kept in store.of("run")):
+        if ended.failure and not any(kept.arm == arm and not kept.failure for kept in store.runs):
             raise UsageError(f"{arm}, seed {seed}: {ended.failure}")
         return ended
 
+    # All runs, in turns. A mistake in the first ones names how to begin anew.
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends the run, too
     try:
         comparison.run(range(options.seeds), run, store)
     except UsageError as error:
-        if options.continues or not (kept := store.of("run")):
+        if options.continues or not store.runs:
             raise
-        why = f"since {options.report} keeps {counted(len(kept), 'run')}"
+        why = f"since {options.report} keeps {counted(len(store.runs), 'run')}"
         raise UsageError(f"{error}; for a corrected comparison name another folder with --report, {why}") from None
     except KeyboardInterrupt:
         print("interrupted; the same command with --continue goes on", file=sys.stderr)
         raise
+
+    # The answer.
     command = f"python -m mantissa compare {shlex.join(arguments)}"
-    page = comparison.write(options.report, command)
-    print(f"\n{comparison.report(command).text()}\n\nreport {page}")
+    page = write(comparison, options.report, command)
+    print(f"\n{report(comparison, command).text()}\n\nreport {page}")
     return 0 if comparison.equivalent else 1
 
 
@@ -129,13 +136,14 @@ def _store(options: argparse.Namespace) -> Store:
         UsageError: runs are kept, and they are not to be continued, or not as they began.
     """
     folder, anew = options.report, "name another folder with --report"
-    path = report_folder(folder) / "kept.jsonl"
+    path = report_folder(folder) / "runs.jsonl"
     store = Store(path)
-    if not (kept := store.of("run")):
+    if not store.runs:
         path.unlink(missing_ok=True)  # without runs, another plan may begin here
         store = Store(path)
     elif not options.continues:
-        raise UsageError(f"{folder} keeps {counted(len(kept), 'run')}; add --continue to go on with them, or {anew}")
+        kept = counted(len(store.runs), "run")
+        raise UsageError(f"{folder} keeps {kept}; add --continue to go on with them, or {anew}")
     plan = {key: getattr(options, key) for key in ("commands", "metric", "step", "margin", "higher_is_better")}
     files = _files(options.commands)
     store.begin(plan, range(options.seeds), anew)
@@ -182,14 +190,19 @@ def _run(arm: str, seed: int, command: str, options: argparse.Namespace) -> Run:
     words = ["bash", "-o", "pipefail", "-c", command] if shutil.which("bash") else command
     ended = shell.run(words, folder / f"{arm}-s{seed}.out", errors_apart=True, limit_s=options.timeout)
     numbers = ((last_number(metric, text), text) for text in (ended.output, ended.errors))
-    value, text = next((found for found in numbers if found[0] is not None), (None, ""))
-    if value is not None and (ended.code == 0 or not math.isfinite(value)):  # not finite: whatever the exit code
-        if not math.isfinite(value):
-            return Run(arm, seed, None, ended.seconds)
-        facts = {"curve": _curve(options, text)} if options.step else {}
-        if all(map(any, facts.values())):
-            return Run(arm, seed, value, ended.seconds, facts=facts)
+    value, text = next((number for number in numbers if number[0] is not None), (None, ""))
+
+    # A run that diverged has an outcome, whatever its exit code.
+    minutes = ended.seconds / 60
+    if value is not None and not math.isfinite(value):
+        return Run(arm, seed, {"loss": None, "minutes": minutes}, ended.seconds)
+    if value is not None and ended.code == 0:
+        curve = _curve(options, text) if options.step else ([], [])
+        if not options.step or any(curve):
+            return Run(arm, seed, {"loss": value, "minutes": minutes}, ended.seconds, curve=curve)
         metric = options.step
+
+    # What it printed says why there is no number.
     lines = f"its last lines: {ended.last_lines() or 'none'}"
     if ended.code is None:
         failure = f"was still running after {options.timeout:g} s and was ended"
@@ -197,7 +210,7 @@ def _run(arm: str, seed: int, command: str, options: argparse.Namespace) -> Run:
         failure = f"ended with exit code {ended.code}"
     else:
         failure, lines = f"printed no number after the text {metric!r}", _close(metric, ended) or lines
-    return Run(arm, seed, None, ended.seconds, f"`{command}` {failure}; {lines}")
+    return Run(arm, seed, seconds=ended.seconds, failure=f"`{command}` {failure}; {lines}")
 
 
 def _close(before: str, ended: shell.Ended) -> str:
@@ -235,11 +248,11 @@ def last_number(before: str, printed: str) -> float | None:
     printed = re.sub(r"\r?\n|[\r\b]+", "\n", printed).replace("\u2212", "-")
     text = r"[ \t]+".join(map(re.escape, before.split()))
     whole = rf"(?:(?<![\w/.-])|(?!\w)){text}(?:(?<!\w)|(?![\w.+-]))[ \t:=\"']*((?i:{_NUMBER}))"
-    found = list(re.finditer(whole, printed))
-    of_first = [each for each in found if not _OTHER_RANK.match(printed, printed.rfind("\n", 0, each.start()) + 1)]
-    if not found:
+    numbers = list(re.finditer(whole, printed))
+    of_first = [match for match in numbers if not _OTHER_RANK.match(printed, printed.rfind("\n", 0, match.start()) + 1)]
+    if not numbers:
         return None
-    last = (of_first or found)[-1]
+    last = (of_first or numbers)[-1]
     if _RUNS_ON.match(printed, last.end()):
         shown = printed[last.start() : last.end() + 5].partition("\n")[0]
         raise UsageError(f"{shown!r} can be read in two ways; print digits and a decimal point, and a space after them")

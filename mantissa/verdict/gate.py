@@ -8,7 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mantissa.errors import UsageError
-from mantissa.verdict.compare import Comparison, Run, Store
+from mantissa.verdict.comparison import Comparison
+from mantissa.verdict.report import report as report_of
+from mantissa.verdict.report import write
+from mantissa.verdict.runs import Run, Store
 from mantissa.verdict.statistics import EQUIVALENT, INCONCLUSIVE
 
 
@@ -55,17 +58,18 @@ def precision_gate(
         returned = train(arm, seed)
         if returned is None:
             raise UsageError("train returned None; let it return the final loss")
-        value = float(returned)
-        return Run(arm, seed, value if math.isfinite(value) else None, time.monotonic() - began)
+        loss, seconds = float(returned), time.monotonic() - began
+        values = {"loss": loss if math.isfinite(loss) else None, "minutes": seconds / 60}
+        return Run(arm, seed, values, seconds)
 
     comparison = Comparison(dict.fromkeys(arms, "train(…)"), "loss", margin, higher_is_better)
     store = Store()  # a gate measures anew each time
     for count in (seeds, max(seeds, max_seeds or 4 * seeds)):
         comparison.run(range(count), run, store)
         if {quality.verdict for quality in comparison.verdicts.values()} - {"", EQUIVALENT} != {INCONCLUSIVE}:
-            break
+            break  # more seeds would decide nothing, or change nothing
     called = f"mantissa.precision_gate(…, arms={tuple(arms)})"
-    page = comparison.write(report, called)
+    page = write(comparison, report, called)
     if not comparison.equivalent:
-        raise AssertionError(f"{comparison.report(called).text()}\n\nreport {page}")
+        raise AssertionError(f"{report_of(comparison, called).text()}\n\nreport {page}")
     return comparison

@@ -43,14 +43,14 @@ class Section:
 
     def lines(self) -> list[str]:
         """Return it as a terminal shows it, without plots and without its title."""
-        found = [columns(self.table)] if self.table else []
-        found += [*self.sentences, *(f"- {item}" for item in self.items)]
-        return [*found, self.text] if self.text else found
+        lines = [columns(self.table)] if self.table else []
+        lines += [*self.sentences, *(f"- {item}" for item in self.items)]
+        return [*lines, self.text] if self.text else lines
 
 
 @dataclass
 class Report:
-    """What was found, for a terminal and as a page; all texts are escaped in the page."""
+    """An answer and its details, for a terminal and as a page; all texts are escaped in the page."""
 
     kind: str
     title: str

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:  # every run of pytest imports this file
-    from mantissa.verdict.compare import Comparison
+    from mantissa.verdict.comparison import Comparison
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ def _descendants(leader: int) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-    found = [leader]
-    for parent in found:
-        found += [child for child, of in parents.items() if of == parent]
-    return found[1:]
+    family = [leader]
+    for parent in family:
+        family += [child for child, of in parents.items() if of == parent]
+    return family[1:]

@@ -11,8 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 EQUIVALENT, WORSE, BETTER, INCONCLUSIVE = "EQUIVALENT", "WORSE", "BETTER", "INCONCLUSIVE"
+NOT_JUDGED = "NOT JUDGED"
+PAIRS = 3
+"""Fewest pairs for a verdict."""
 ALPHA = 0.05
-"""Chance of a wrong EQUIVALENT for a difference equal to the margin, and of a wrong WORSE or BETTER within it."""
+"""Chance that any verdict is wrong, of all arms and looks: EQUIVALENT for a difference of the margin or more, WORSE or
+BETTER for one within it."""
 POWER = 0.8
 """Share of repetitions in which the number of pairs that is named would decide."""
 
@@ -108,9 +112,10 @@ def equivalence(
     ±``margin``. WORSE or BETTER by a two-sided test of 5 % against the margin: the 95 % interval lies wholly above
     or below it. INCONCLUSIVE otherwise. (The four cases as in Lakens, *Equivalence Tests*, 2017.)
 
-    The chance that any arm is wrongly EQUIVALENT, and that any is wrongly WORSE or BETTER, is at most 5 % (Holm 1979),
-    of differences that are about normal. With 3 to 8 pairs it is up to 4 times as much where they are exponential, and
-    up to 6 times where they are log-normal.
+    The chance that any verdict is wrong, of all arms, is at most 5 %, of differences that are about normal. Holm (1979)
+    shows it for either kind; that it holds for both together is simulated: an arm can be wrong in one kind only, since
+    its true difference is within the margin or not, and arms of the other kind share the level. With 3 to 8 pairs it is
+    up to 4 times as much where differences are exponential, and up to 6 times where they are log-normal.
 
     Args:
         arms: for each arm (other − baseline) / baseline, one per pair; all against the same baseline.

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from evidence.advice import checkup, command, timing
-from evidence.advice.candidates import Candidate, in_words, space_of
+from evidence.advice import candidates, checkup, command, timing
+from evidence.advice.candidates import Candidate, Space, in_words
 from evidence.advice.timing import Times
 from evidence.memory.fits import too_large
 from mantissa.verdict.shell import Ended
@@ -18,15 +18,21 @@ from tests.helpers import CPU
 from trainer.config.compose import compose
 from trainer.config.schema import Config
 from trainer.errors import RunError
-from trainer.hardware import detect
+from trainer.hardware import Hardware, detect
 
 SMALL = ["recipe=bignet", "recipe.layers=2", "recipe.width=16", "batch_size=8", "data.samples=64", "device=cpu"]
 FIXED = ["compile=off", "precision=fp32"]
+HERE = detect("cpu")
+
+
+def space_of(overrides: list[str], hardware: Hardware = HERE) -> Space:
+    datasets = compose(overrides).plan(HERE).config.open_datasets()
+    return candidates.space_of(overrides, hardware, datasets)[0]
 
 
 def varied(*overrides: str) -> dict[str, list[str]]:
-    space, _ = space_of(overrides, detect("cpu"))
-    return {key: [in_words(override) for override in choices] for key, choices in space.choices.items()}
+    choices_of = space_of([*overrides]).choices
+    return {key: [in_words(override) for override in choices] for key, choices in choices_of.items()}
 
 
 def test_only_options_that_a_recipe_has_are_varied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,15 +49,15 @@ def test_only_options_that_a_recipe_has_are_varied(monkeypatch: pytest.MonkeyPat
 
 def test_fp32_is_timed_beside_a_16_bit_precision_that_the_user_set() -> None:
     for given, beside in ((["precision=bf16"], True), (["precision=fp32"], False), ([], False)):
-        space, _ = space_of([*SMALL, *given], detect("cpu"))
+        space = space_of([*SMALL, *given])
         assert (space.in_fp32 == Candidate(("precision=fp32",))) == beside
-    space, _ = space_of([*SMALL, "precision=bf16", "precision.fp32_modules=[0]"], detect("cpu"))
+    space = space_of([*SMALL, "precision=bf16", "precision.fp32_modules=[0]"])
     assert space.in_fp32 is None, "train.py refuses it"
 
 
 def test_formats_in_fp32_arithmetic_are_left_out_with_the_reason() -> None:
     why = "bf16 matmuls, convolutions, attention: fp32 arithmetic, this CPU has no bf16 instructions"
-    space, _ = space_of(SMALL, replace(detect("cpu"), cpu_flags=frozenset()))
+    space = space_of(SMALL, replace(HERE, cpu_flags=frozenset()))
     assert space.left_out["bf16"] == why
 
 
@@ -60,17 +66,15 @@ def test_what_the_user_or_the_environment_sets_is_not_varied(monkeypatch: pytest
     assert varied(*SMALL, *FIXED, "micro_batch_size=4") == {}
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert varied(*SMALL, *FIXED, "micro_batch_size=4", "threads=1") == {}
-    hardware = replace(detect("cpu"), cpu_cores=8)
     monkeypatch.setattr("evidence.advice.candidates.torch.get_num_threads", lambda: 8)
-    space, _ = space_of([*SMALL, *FIXED, "micro_batch_size=8"], hardware)
+    space = space_of([*SMALL, *FIXED, "micro_batch_size=8"], replace(HERE, cpu_cores=8))
     assert space.choices == {"threads": ["threads=4", "threads=1"]}
 
 
 def test_what_is_forecast_not_to_fit_is_refused_with_the_figures() -> None:
-    hardware = detect("cpu")
-    datasets = compose(SMALL).plan(hardware).config.open_datasets()
-    assert too_large([*SMALL, *FIXED], hardware, datasets, 2**40) == ""
-    reason = too_large([*SMALL, *FIXED, "micro_batch_size=4"], hardware, datasets, 1000)
+    datasets = compose(SMALL).plan(HERE).config.open_datasets()
+    assert too_large([*SMALL, *FIXED], HERE, datasets, 2**40) == ""
+    reason = too_large([*SMALL, *FIXED, "micro_batch_size=4"], HERE, datasets, 1000)
     assert reason.startswith("forecast to need")
 
 
@@ -102,9 +106,9 @@ def test_the_command_answers_and_writes(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # no threads are varied, only the microbatch
     given = [*SMALL, *FIXED, "batch_size=2", f"output_dir={tmp_path}", "time_budget=9min"]
     assert command.main(given) == 0
-    said = capsys.readouterr().out
-    assert "python scripts/train.py recipe=bignet " in said
-    assert "Note: other processes used 40% of the CPUs; measure again on a quiet machine." in said
+    printed = capsys.readouterr().out
+    assert "python scripts/train.py recipe=bignet " in printed
+    assert "Note: other processes used 40% of the CPUs; measure again on a quiet machine." in printed
     folder = tmp_path / "advice" / "bignet"
     content = json.loads((folder / "advice.json").read_text())
     assert [entry["label"] for entry in content["entries"]] == ["the default", "micro_batch_size=1"]

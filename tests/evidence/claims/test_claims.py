@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,16 +14,16 @@ import yaml
 
 from evidence.claims import claims, reproduce
 from evidence.claims.claims import CONFIRMED, REFUTED, Claim, Criterion, lacking, load, names
-from evidence.claims.reproduce import main, row_of
-from evidence.comparison.judge import Ratio
-from evidence.runs import Outcome, Runner
-from mantissa.verdict.shell import Ended
+from evidence.claims.reproduce import main
+from evidence.runs import Arm, Runner
+from mantissa.verdict.judge import Ratio
+from mantissa.verdict.runs import Run, by_arm
 from mantissa.verdict.statistics import INCONCLUSIVE, Interval
 from tests.helpers import CPU, PROJECT
 from trainer.config.compose import compose
 from trainer.config.options import run
 from trainer.errors import UserError
-from trainer.files import read_json, write_json
+from trainer.files import read_json
 from trainer.hardware import Hardware
 
 H200 = Hardware(torch.device("cuda", 0), "NVIDIA H200", 139 * 2**30, 16, (9, 0))
@@ -173,75 +172,67 @@ def test_an_interval_decides_only_where_no_bound_is_in_it(bounds: dict[str, floa
     assert Criterion("speed", "fast", **bounds).verdict(Ratio(interval, ratio=beside)) == verdict
 
 
-def outcome(arm: str, seed: int, speed: float | None = 100.0, loss: float | None = 2.0, code: int = 0) -> Outcome:
-    summary: dict[str, Any] = {
-        "status": "FINISHED" if code == 0 else "FAILED",
-        "unit": "samples",
-        "units_per_s": speed,
-        "final": {"valid/loss": loss},
-        "best": {"value": loss, "step": 1},
-    }
-    return Outcome(arm, seed, Path("nowhere"), code, "it broke" if code else "", 60.0, summary)
-
-
-def losses(arm: str, *values: float | None) -> list[Outcome]:
+def losses(arm: str, *values: float | None) -> list[Run]:
     """Runs that ended with these losses; None: it diverged."""
-    return [outcome(arm, seed, loss=loss, code=0 if loss else 3) for seed, loss in enumerate(values)]
+    return [
+        Run(arm, seed, {"loss": loss, "best_loss": loss}, failure="" if loss else "not finite")
+        for seed, loss in enumerate(values)
+    ]
 
 
-BASE = losses("base", 2.0, 2.0, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("diverged", "at_most", "at_least"),
-    [((None, None, None), REFUTED, CONFIRMED), ((2.0, None, None), INCONCLUSIVE, INCONCLUSIVE)],
-)
-def test_the_loss_of_a_run_that_diverged_is_above_all_bounds(
-    diverged: tuple[float | None, ...], at_most: str, at_least: str
-) -> None:
-    for measure in ("loss", "best_loss"):
-        below, above = (Criterion(measure, "a", "base", **bound) for bound in ({"at_most": 1.1}, {"at_least": 1.1}))
-        row = row_of(below, [*BASE, *losses("a", *diverged)])
-        assert (below.verdict(row), above.verdict(row)) == (at_most, at_least)
-
-
-def test_pairs_in_which_the_baseline_diverged_are_no_evidence() -> None:
-    of = Criterion("loss", "a", "base", at_most=1.01)
-    runs = [*losses("a", 2.0, 2.0, *[None] * 3), *losses("base", 2.0, 2.0, *[None] * 3)]
-    assert of.verdict(row_of(of, runs)) == INCONCLUSIVE
-
-
-def test_without_a_baseline_the_mean_is_bounded() -> None:
-    of = Criterion("best_loss", "a", at_most=1.95)
-    assert of.verdict(row_of(of, losses("a", 1.90, 1.91, 1.92))) == CONFIRMED
-    assert of.verdict(row_of(of, losses("a", 1.90, 1.91, 1.97))) == INCONCLUSIVE
-    assert of.verdict(row_of(of, losses("a", 2.00, 2.01, 2.02))) == REFUTED
-    assert (of.quantity(), of.bounds()) == ("best validation loss, a", "≤ 1.95")
-    none = Criterion("loss", "a", "zero", at_most=2.0)
-    assert none.verdict(row_of(none, [*losses("a", 1.0, 1.0, 1.0), *losses("zero", *[-1.0] * 3)])) == INCONCLUSIVE
+BASE, MIXED = losses("base", 2.0, 2.0, 2.0), (2.0, 2.0, None, None, None)
 
 
 @pytest.mark.parametrize(
-    ("changed", "measure", "why"),
+    ("criterion", "arm", "base", "expected"),
     [
-        (outcome("a", 2, code=1), "speed", "2 of 3 pairs finished, and a verdict needs 3"),
-        (outcome("a", 3, code=1), "loss", "a run failed"),
-        (outcome("a", 3, code=3), "loss", ""),
-        (
-            replace(outcome("a", 2), others_cpu=0.4),
-            "minutes",
-            "other processes used 40% of the CPUs; measure again on a quiet machine, with another output_dir=…",
-        ),
-        (replace(outcome("a", 2), others_cpu=0.4), "loss", ""),
+        # The loss of a run that diverged is above all bounds, and among others it leaves them open.
+        (Criterion("loss", "a", "base", at_most=1.1), (None, None, None), BASE, REFUTED),
+        (Criterion("best_loss", "a", "base", at_least=1.1), (None, None, None), BASE, CONFIRMED),
+        (Criterion("loss", "a", "base", at_most=1.1), (2.0, None, None), BASE, INCONCLUSIVE),
+        (Criterion("loss", "a", "base", at_least=1.1), (2.0, None, None), BASE, INCONCLUSIVE),
+        # Pairs in which the baseline diverged are no evidence, and neither are those of losses below 0.
+        (Criterion("loss", "a", "base", at_most=1.01), MIXED, losses("base", *MIXED), INCONCLUSIVE),
+        (Criterion("loss", "a", "base", at_most=2.0), (1.0, 1.0, 1.0), losses("base", -1.0, -1.0, -1.0), INCONCLUSIVE),
+        # Without a baseline the mean is bounded.
+        (Criterion("best_loss", "a", at_most=1.95), (1.90, 1.91, 1.92), BASE, CONFIRMED),
+        (Criterion("best_loss", "a", at_most=1.95), (1.90, 1.91, 1.97), BASE, INCONCLUSIVE),
+        (Criterion("best_loss", "a", at_most=1.95), (2.00, 2.01, 2.02), BASE, REFUTED),
     ],
 )
-def test_what_leaves_a_verdict_open_is_reported(changed: Outcome, measure: str, why: str) -> None:
-    runs = [outcome(arm, seed) for arm in ("a", "base") for seed in range(4 if changed.seed == 3 else 3)]
-    outcomes = [run for run in runs if (run.arm, run.seed) != (changed.arm, changed.seed)] + [changed]
+def test_a_claim_is_bounds_on_a_row_of_a_comparison(
+    criterion: Criterion, arm: tuple[float | None, ...], base: list[Run], expected: str
+) -> None:
+    row = criterion.row(by_arm(("a", "base"), [*losses("a", *arm), *base]))
+    assert criterion.verdict(row) == expected
+
+
+FAILURE = Run("a", 3, failure="it broke")
+
+
+@pytest.mark.parametrize(
+    ("last", "measure", "why"),
+    [
+        (replace(FAILURE, seed=2), "speed", "2 of 3 pairs finished, and a verdict needs 3"),
+        (FAILURE, "loss", "a run failed"),
+        (Run("a", 3, {"loss": 2.0}), "loss", ""),
+        (
+            Run("a", 2, {"speed": 1.0, "others_cpu": 1.0}),
+            "speed",
+            "other processes used 33% of the CPUs; measure again",
+        ),
+        (Run("a", 2, {"loss": 2.0, "others_cpu": 1.0}), "loss", ""),
+    ],
+)
+def test_what_leaves_a_verdict_open_is_reported(last: Run, measure: str, why: str) -> None:
+    quiet: dict[str, float | None] = {"loss": 2.0, "speed": 1.0, "others_cpu": 0.0}
+    pairs = [Run(arm, seed, quiet) for arm in ("a", "base") for seed in range(last.seed + 1)]
+    runs = by_arm(("a", "base"), [*pairs, last])  # the last of one seed counts
     for over in ("base", ""):
-        row = row_of(Criterion(measure, "a", over, at_least=0.1), outcomes)
-        assert row.why == why
-        assert Criterion(measure, "a", over, at_least=0.1).verdict(row) == (INCONCLUSIVE if why else CONFIRMED)
+        criterion = Criterion(measure, "a", over, at_least=0.1)
+        row = criterion.row(runs)
+        assert (row.why.startswith(why), bool(row.why)) == (True, bool(why))
+        assert criterion.verdict(row) == (INCONCLUSIVE if why else CONFIRMED)
 
 
 @pytest.mark.parametrize(
@@ -277,19 +268,13 @@ def started() -> list[str]:
 
 @pytest.fixture
 def run_claim(tmp_path: Path, started: list[str], monkeypatch: pytest.MonkeyPatch) -> Test:
-    """Test a claim on a machine that only writes what a run would have left."""
+    """Test a claim on a machine that only pretends to train."""
 
-    def launch(command: list[str], log: Path, stop_s: float) -> Ended:
-        options = dict(argument.split("=", 1) for argument in command[2:])
-        started.append(options["run_name"])
-        folder = Path(options["output_dir"].strip("'")) / options["run_name"]
-        folder.mkdir(parents=True)
-        summary = outcome("", 0, {"bf16": 250.0}.get(options["precision"], 100.0)).summary
-        write_json(folder / "summary.json", summary)
-        return Ended(0, 1.0, "")
+    def run(runner: Runner, arm: Arm, seed: int) -> Run:
+        started.append(f"{arm.label}-s{seed}")
+        return Run(arm.label, seed, {"loss": 2.0, "speed": 250.0 if "precision=bf16" in arm.overrides else 100.0}, 1.0)
 
-    monkeypatch.setattr("evidence.runs.shell.run", launch)
-    monkeypatch.setattr("evidence.runs.cpu_share_of_others", lambda: 0.0)
+    monkeypatch.setattr(Runner, "run", run)
     return lambda mine: reproduce.test(mine, AMX, [], Runner(tmp_path / "runs"))
 
 
@@ -297,7 +282,7 @@ def test_a_claim_is_run_in_turns_and_printed_beside_the_published_figure(
     tmp_path: Path, run_claim: Test, started: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_claim(claim(tmp_path)) == 0
-    assert started == ["fp32-s0", "bf16-s0", "bf16-s1", "fp32-s1", "fp32-s2", "bf16-s2"]
+    assert started[:3] == ["fp32-s0", "bf16-s0", "bf16-s1"]
     printed = capsys.readouterr().out
     assert "mine: CONFIRMED; published: 2x" in printed
     assert "throughput, bf16 over fp32: 2.500x  criterion ≥ 2  published 2x  CONFIRMED" in printed
@@ -364,9 +349,8 @@ def test_the_list_is_a_line_a_claim_first_those_that_can_be_tested_here(
 def test_a_claim_that_needs_another_machine_is_shown_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="claim=gpt2_ladder is NOT TESTABLE HERE: it needs an NVIDIA GPU"):
         main(["claim=gpt2_ladder", "device=cpu"])
-    told = load("gpt2_ladder")
-    printed = capsys.readouterr().out
-    assert all(text in printed for text in (told.statement, told.source, told.published))
+    ladder, printed = load("gpt2_ladder"), capsys.readouterr().out
+    assert all(text in printed for text in (ladder.statement, ladder.source, ladder.published))
 
 
 def test_all_leaves_out_what_cannot_be_tested_here_and_prints_a_line_a_claim(

@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from mantissa.verdict.compare import NOT_JUDGED, Curve, Quality, Reach, reach
-from mantissa.verdict.statistics import WORSE, ratio_interval, steps_to
+from mantissa.verdict.equal_loss import Reach, reach
+from mantissa.verdict.report import reach_cells, reach_sentence
+from mantissa.verdict.runs import Curve
+from mantissa.verdict.statistics import NOT_JUDGED, ratio_interval, steps_to
 
 STEPS = (10, 20, 30, 40)
 MARGIN = 0.003
@@ -37,12 +39,11 @@ def test_of_no_evaluation_nothing_is_reached() -> None:
     assert steps_to(2.0, (), ()) is None
 
 
-def found(*arms: Sequence[Curve], verdict: str = WORSE, **step_s: float) -> list[Reach]:
+def found(*arms: Sequence[Curve], judged: bool = True, **step_s: float) -> list[Reach]:
     """Return what arms, the first of which is the baseline, take: curves by seed; seconds of a step by ``a0``, …"""
     curves = {f"a{number}": dict(enumerate(curves)) for number, curves in enumerate(arms)}
     seconds = {label: dict.fromkeys(range(len(arms[0])), value) for label, value in step_s.items()}
-    verdicts = {label: Quality(verdict=verdict if number else "") for number, label in enumerate(curves)}
-    return list(reach(curves, verdicts, MARGIN, 1, seconds).values())
+    return list(reach(curves, list(curves)[1:] if judged else [], MARGIN, 1, seconds).values())
 
 
 BASE = [(STEPS, (4.0, 3.0, 2.0 + seed / 10, 1.0 + seed / 10)) for seed in range(3)]
@@ -61,57 +62,45 @@ def test_steps_and_time_are_ratios_to_the_baselines_own() -> None:
     assert later.steps_ratio.mean == pytest.approx(ratio_interval(ratios).mean)
     assert later.steps_ratio.level == pytest.approx(0.96)
     assert later.seconds_ratio.mean == pytest.approx(later.steps_ratio.mean / 2)
-    assert base.cells(True) == ("40", "20.0 s")
+    assert reach_cells(base, True) == ("40", "20.0 s")
     assert later.seconds == pytest.approx({seed: later.steps[seed] * 0.25 for seed in range(3)})  # type: ignore[operator]
 
 
-def test_what_is_not_timed_has_steps_alone() -> None:
-    for step_s in ({"a0": 0.5}, {"a1": 0.5}):
-        _, later = found(BASE, LATER, **step_s)
-        assert (later.steps_ratio is None, later.seconds_ratio) == (False, None)
-        assert later.cells(False)[1] == NOT_JUDGED
-        assert "time" not in later.sentence("final loss of fp32")
+GOAL = "final loss of fp32"
+FASTER = [(STEPS, (4.0, 2.0 + seed / 10, 1.0, 1.0)) for seed in range(3)]
+SINGLE: list[Curve] = [((40,), (1.0,))] * 3
+NOTHING: Curve = ((), ())
 
 
-def test_the_lucky_seeds_give_no_ratio() -> None:
-    """A run that diverged reaches nothing."""
-    _, some, none, diverged = found(BASE, [*LATER[:2], NEVER[0]], NEVER, [*LATER[:2], ((), ())], a0=1.0, a1=1.0)
-    assert [arm.cells(False) for arm in (some, none, diverged)] == [
-        ("reached in 2 of 3", ""),
-        ("not reached", ""),
-        some.cells(False),
-    ]
-    assert (some.steps_ratio, some.seconds_ratio, none.steps_ratio) == (None, None, None)
-    assert some.sentence("final loss of fp32") == "The final loss of fp32 is reached in 2 of 3."
+@pytest.mark.parametrize(
+    ("arms", "judged", "timed", "cells", "sentence"),
+    [
+        ((BASE, FASTER), True, "a0 a1", ("0.73x [0.67, 0.79]",) * 2, "To the {}: 27 % fewer steps, 27 % less time."),
+        # What is not timed has steps alone.
+        ((BASE, FASTER), True, "a0", ("0.73x [0.67, 0.79]", NOT_JUDGED), "To the {}: 27 % fewer steps."),
+        ((BASE, FASTER), True, "a1", ("0.73x [0.67, 0.79]", NOT_JUDGED), "To the {}: 27 % fewer steps."),
+        # The lucky seeds give no ratio; a run that diverged reaches nothing.
+        ((BASE, [*LATER[:2], NEVER[0]]), True, "a0 a1", ("reached in 2 of 3", ""), "The {} is reached in 2 of 3."),
+        ((BASE, [*LATER[:2], NOTHING]), True, "a0 a1", ("reached in 2 of 3", ""), "The {} is reached in 2 of 3."),
+        ((BASE, NEVER), True, "a0 a1", ("not reached", ""), "The {} is not reached."),
+        # Without a verdict on the loss nothing is judged, and of two curves neither.
+        ((BASE, LATER), False, "a0 a1", (NOT_JUDGED, ""), ""),
+        (([*BASE[:2], NOTHING], LATER), True, "a0 a1", (NOT_JUDGED, ""), ""),
+        # What the first evaluation reaches says nothing of steps: all arms would be equal, in every digit.
+        ((SINGLE, SINGLE), True, "a0 a1", ("reached at once: evaluate more often", ""), None),
+    ],
+)
+def test_what_an_arm_takes_in_words(
+    arms: Sequence[Sequence[Curve]], judged: bool, timed: str, cells: tuple[str, str], sentence: str | None
+) -> None:
+    arm = found(*arms, judged=judged, **dict.fromkeys(timed.split(), 1.0))[1]
+    assert reach_cells(arm, False) == cells
+    assert sentence is None or reach_sentence(arm, GOAL) == sentence.format(GOAL)
 
 
-def test_without_a_verdict_on_the_loss_nothing_is_judged() -> None:
-    _, later = found(BASE, LATER, verdict=NOT_JUDGED)
-    assert (later.cells(False), later.sentence("final loss of fp32")) == ((NOT_JUDGED, ""), "")
-
-
-def test_of_two_curves_nothing_is_judged() -> None:
-    """Of the other seeds no steps were printed, so that they have no curve."""
-    _, later = found([*BASE[:2], ((), ())], LATER)
-    assert later.cells(False) == (NOT_JUDGED, "")
-
-
-def test_what_the_first_evaluation_reaches_says_nothing_of_steps() -> None:
-    """All arms would be equal, in every digit."""
-    single = [((40,), (1.0,))] * 3
-    _, same = found(single, single)
-    assert (same.steps_ratio, same.cells(False)) == (None, ("reached at once: evaluate more often", ""))
-
-
-def test_a_clear_difference_is_told_and_no_other() -> None:
-    faster = [(STEPS, (4.0, 2.0 + seed / 10, 1.0, 1.0)) for seed in range(3)]
-    told = found(BASE, faster, a0=1.0, a1=1.0)[1].sentence("final loss of fp32")
-    assert told == "To the final loss of fp32: 27 % fewer steps, 27 % less time."
-    scattered = [BASE[0], (STEPS, (4.0, 2.0, 1.0, 1.0)), BASE[2]]
-    assert (
-        found(BASE, scattered)[1].sentence("final loss of fp32")
-        == "To the final loss of fp32: no clear difference in steps."
-    )
+def test_a_difference_that_is_not_clear_is_called_so() -> None:
+    scattered = [BASE[0], FASTER[0], BASE[2]]
+    assert reach_sentence(found(BASE, scattered)[1], GOAL) == f"To the {GOAL}: no clear difference in steps."
 
 
 # --- simulated ---
@@ -122,7 +111,7 @@ SHAPES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "flat at the end": lambda t: 2 + 2 * np.exp(-8 * t),
     "plateau": lambda t: 2.4 + np.exp(-12 * t) - 0.4 / (1 + np.exp(-20 * (t - 0.7))),
 }
-SEEDS, EVALUATIONS, REPETITIONS = 5, 25, 1000
+SEEDS, EVALUATIONS, REPETITIONS = 5, 25, 400
 
 
 def simulated(shape: str, slower: Sequence[float], seeds: int, generator: np.random.Generator) -> list[list[Curve]]:
@@ -163,9 +152,3 @@ def test_among_equal_arms_there_seldom_is_a_winner() -> None:
         _, *arms = found(*simulated("exponential", [1.0] * 3, SEEDS, generator))
         winners += any(arm.steps_ratio.excludes(1) for arm in arms if arm.steps_ratio)
     assert winners <= 0.05 * REPETITIONS
-
-
-def test_an_arm_that_never_gets_there_is_said_not_to() -> None:
-    generator = np.random.default_rng(2)
-    arms = [found(*simulated("power", [1.5], SEEDS, generator))[1] for _ in range(50)]
-    assert {arm.cells(False) for arm in arms} == {("not reached", "")}
