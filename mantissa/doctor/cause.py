@@ -9,7 +9,7 @@ from there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, zip_longest
 from operator import itemgetter
@@ -27,7 +27,7 @@ from mantissa.doctor.training import find_outlier, samples, without_outliers
 from mantissa.errors import described
 from mantissa.finding import BACKWARD, DOMAIN, EXCEPTION, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.formats import FP16
-from mantissa.step.step import Batch, Replay, batch_key, map_tensors
+from mantissa.step.step import Batch, Replay, Step, batch_key, map_tensors
 from mantissa.step.trace import CAST, PRODUCTS, Op, Trace, line_of_exception
 from mantissa.tensors import finite, numbers_in, storage
 
@@ -204,14 +204,17 @@ def find_origin(passes: Replay, format: str, opened: bool = False) -> Finding | 
         sample = find_outlier(passes.microbatches)
         if sample is not None:
             finding.detail += f"; {sample}"
-        if format == FP32 and sample is not None and _is_finite(passes, map(without_outliers, passes.microbatches)):
+        if format == FP32 and sample is not None and _is_finite_on(passes, map(without_outliers, passes.microbatches)):
             finding.kind, finding.module, finding.tensor = INPUT, "", sample.place
             finding.cure = [f"leave out {sample.place}: with usual samples in the place of such, the step is finite"]
             return finding
         for name, tensor in data if sample is None and finding.op == CAST else ():
             if tensor.numel() == math.prod(finding.shape) and tensor.float().abs().max() > FP16.largest:
                 small = (map_tensors(one, lambda own: own.float().tanh().to(own.dtype)) for one in passes.microbatches)
-                finding.tensor, finding.cure = name, [f"standardize {name}"] if _is_finite(passes, small) else []
+                finding.tensor, finding.cure = (
+                    name,
+                    [f"standardize {name}"] if _is_finite_on(passes, small) else [],
+                )
                 return finding
     if finding.op == "aten.exp":
         finding.detail += "; subtract the maximum before exp, as torch.logsumexp does"
@@ -225,19 +228,16 @@ def find_origin(passes: Replay, format: str, opened: bool = False) -> Finding | 
     return finding
 
 
-def _is_finite(passes: Replay, batches: Iterable[Batch], change: Callable[[Tensor], Tensor] = lambda own: own) -> bool:
-    """Return whether the step is finite with other batches, and with changed weights and buffers."""
-    own = passes.microbatches, passes.weights, dict(passes.step.buffers)
-    passes.microbatches = list(batches)
-    passes.weights = {name: change(tensor) for name, tensor in passes.weights.items()}
-    passes.step.buffers.update({name: change(tensor) for name, tensor in passes.step.buffers.items()})
+def _is_finite(replay: Replay, step: Step) -> bool:
+    """Return whether another step, from other tensors, is finite in a replay's model."""
     try:
-        return not passes.run().nonfinite
+        return not replay.of(step).run().nonfinite
     except Exception:  # of any kind: a loss may not take batches of another size
         return False
-    finally:
-        passes.microbatches, passes.weights, buffers = own
-        passes.step.buffers.update(buffers)
+
+
+def _is_finite_on(replay: Replay, microbatches: Iterable[Batch]) -> bool:
+    return _is_finite(replay, replay.step.with_microbatches(microbatches))
 
 
 def _of_input(passes: Replay, cause: Node, finding: Finding) -> Finding:
@@ -254,11 +254,14 @@ def _of_input(passes: Replay, cause: Node, finding: Finding) -> Finding:
         finding.tensor += f", {named}"
         left = [row for row in range(size) if row not in rows]
         batches = [_with_rows(batch, left, size) for batch in passes.microbatches]
-        cure, cured = f"leave out {named} of {name}: without, the step is finite", _is_finite(passes, batches)
+        cure, cured = (
+            f"leave out {named} of {name}: without, the step is finite",
+            _is_finite_on(passes, batches),
+        )
     else:
         cure = f"finite values in {name}: with zeros in their place, the step is finite"
         batches = [map_tensors(batch, _without_infinities) for batch in passes.microbatches]
-        cured = _is_finite(passes, batches, _without_infinities)
+        cured = _is_finite(passes, passes.step.with_microbatches(batches).with_values(_without_infinities))
     finding.cure = [cure] if cured else []
     return finding
 
@@ -275,7 +278,7 @@ def _spoiling(passes: Replay) -> list[int]:
     size = max((len(tensor) for tensor in batch.values() if tensor.ndim), default=0)
 
     def is_finite(rows: list[int]) -> bool:
-        return _is_finite(passes, [_with_rows(batch, rows, size)])
+        return _is_finite_on(passes, [_with_rows(batch, rows, size)])
 
     found: list[int] = []
     left = [list(range(size))] if size and len(passes.microbatches) == 1 else []

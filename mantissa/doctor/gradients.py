@@ -14,6 +14,7 @@ from mantissa.display import listed
 from mantissa.doctor.cures import trains_with
 from mantissa.doctor.dtypes import explicit_casts
 from mantissa.finding import BACKWARD, BLOCKED, ERROR, FORWARD, SCALE, UNDERFLOW, Examined, Finding
+from mantissa.formats import FP32, plain
 from mantissa.step.step import Replay, ReplayResult, Step
 from mantissa.step.trace import Line, Op, Trace, is_checkpointed
 from mantissa.tensors import relative_error, storage
@@ -120,7 +121,7 @@ def _without_derivative(loss: Tensor, trace: Trace, zero: Mapping[str, Tensor]) 
 
 def _cast(step: Step, exact: ReplayResult) -> list[Finding]:
     """Return a finding where the backward pass casts to 16 bits in fp32 too, and the gradients are wrong by it."""
-    passes = step.replay("fp32")
+    passes = step.replay(plain(FP32))
     passes.scale = step.scale
     try:
         attempt = passes.run()

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from mantissa.display import dtype_name, listed
 from mantissa.errors import FormatError
 from mantissa.finding import BACKWARD, ERROR, FORWARD, INPUT, UNDERFLOW, Examined, Finding
-from mantissa.formats import BF16, FP16, FP32, TF32, Format, Number, scaled_number
+from mantissa.formats import BF16, FP16, FP32, TF32, Number, scaled_number
 from mantissa.step import islands
 from mantissa.step.step import Gradients, Replay, Step, batch_key
 from mantissa.step.trace import PRODUCTS, Op, Trace
@@ -73,11 +73,6 @@ that a parameter's must have; how often weights and inputs are perturbed."""
 _GRADIENT_SCALES = (0, 8, -8)
 """Exponents to try in fp16, where a gradient's largest element is made 2 to that power: what one of them fixes is the
 loss scale's matter."""
-
-
-def reference_dtype(format: Format) -> torch.dtype:
-    """Return the dtype of what a format is compared with: fp32 for 16 bits and fewer, fp64 for fp32 and tf32."""
-    return torch.float32 if format.half is not None else torch.float64
 
 
 def rounded(tensor: Tensor, number: Number) -> Tensor:
@@ -216,7 +211,7 @@ class WrongGradients:
 def wrong_gradients(step: Step) -> WrongGradients:
     """Compare the gradients of the whole step with the reference's: also what no module computes, such as the loss."""
     with without_dropout():
-        reference = step.reference(reference_dtype(step.format))
+        reference = step.exact()
         exact = reference.true_gradients()
         least = dict.fromkeys(exact, 0.0)  # errors that rounding explains
         for seed in range(_PERTURBATIONS):
@@ -595,7 +590,7 @@ def record(step: Step) -> tuple[Replay, Replay, list[Call]]:
         Both replays, and the calls, each after its children.
     """
     low = step.as_run()
-    reference = step.reference(reference_dtype(step.format))
+    reference = step.exact()
     for module in [*low.model.modules(), *reference.model.modules()]:
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]

@@ -36,7 +36,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "linear", "co
 _MOVES = {"_to_copy", "clone", "contiguous", "copy_", "detach", "lift_fresh", "_unsafe_view"}
 _FILLS = {"fill_", "zero_", "empty_like", "full_like", "ones_like", "zeros_like"}
 _EXCHANGES = {"c10d", "_c10d_functional", "fsdp"}
-_TORCH, _HERE = (str(Path(path).parent) + "/" for path in (torch.__file__, __file__))
+_TORCH, _HERE = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
 _CHECKPOINT = f"{_TORCH}utils/checkpoint.py"
 _ENGINE = f"{_TORCH}autograd/graph.py"
 """Which starts a backward pass: the frames outside of it belong to the loop, and not to the operator."""

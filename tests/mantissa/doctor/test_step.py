@@ -14,6 +14,7 @@ from evidence.doctor.step import step_of as step_of_trainer
 from mantissa.doctor.cause import find_origin
 from mantissa.doctor.cures import find_islands, measure_cost
 from mantissa.finding import BACKWARD, FORWARD
+from mantissa.formats import FORMATS
 from mantissa.step.step import Replay
 from mantissa.step.trace import Op, Trace
 from mantissa.tensors import random_state
@@ -82,7 +83,7 @@ def test_training_continues_from_a_case_as_the_run_does() -> None:
 def test_backward_operators_belong_to_modules_that_ran(recipe: str, recomputed: str) -> None:
     overrides = {"gpt2": GPT2, "resnet": RESNET}.get(recipe, TINY[recipe])
     step = step_of_run(*overrides, "precision=fp32", f"activation_checkpointing={recomputed}")
-    other = step.replay("fp32")
+    other = step.replay(FORMATS["fp32"])
     places: set[tuple[str, str]] = set()
     products: list[tuple[str, str, list[int]]] = []
 
@@ -155,6 +156,6 @@ def test_a_cure_holds_on_the_batches_of_following_steps() -> None:
 
 def test_a_search_without_time_finds_nothing() -> None:
     case = step_of(ONCE, "fp16")
-    finding = find_origin(case.replay("fp16"), "fp16")
+    finding = find_origin(case.replay(FORMATS["fp16"]), "fp16")
     assert finding is not None
     assert find_islands(case, finding, lambda other: [], lambda: False) is None
