@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.display import size
-from mantissa.doctor.cause import UNWRITTEN, find_exception, find_origin
+from mantissa.doctor.cause import find_exception, find_origin
 from mantissa.doctor.dtypes import explicit_casts
+from mantissa.doctor.tape import UNWRITTEN
 from mantissa.errors import FormatError
 from mantissa.finding import FORWARD, OVERFLOW, UPDATE, Finding
 from mantissa.formats import FP16

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,7 +139,7 @@ def _cast(step: Step, exact: ReplayResult) -> list[Finding]:
     detail = f"gradients are cast to {cast.dtype}: those of {listed(wrong)} are wrong, {share:.0%} of all become 0"
     cure = ["no cast to 16 bits in this line"] if trains_with(step, step.reference) else []
     kind = UNDERFLOW if share else ERROR
-    return [replace(cast, kind=kind, direction=BACKWARD, format="fp32", detail=detail, cure=cure)]
+    return [cast.finding(kind, "fp32", direction=BACKWARD, detail=detail, cure=cure)]
 
 
 def _disproportionate(passes: Replay, names: list[str]) -> list[str]:

@@ -271,8 +271,7 @@ def rounded_data(step: Step, share: float = _SIGNAL, columns: bool = False) -> F
                     key = batch_key(name)
                     part = f"{lost.max().clamp(max=1):.0%} of what varies in {where}"
                     detail = f"rounding {key} to {dtype_name(op.result.dtype)} loses {part}: subtract the mean before"
-                    finding = op.finding(op.result)
-                    found.append(replace(finding, kind=INPUT, format=step.format.name, detail=detail, tensor=key))
+                    found.append(op.site(op.result).finding(INPUT, step.format.name, detail=detail, tensor=key))
 
     with Trace(passes.model, note):
         passes.loss(batch)
