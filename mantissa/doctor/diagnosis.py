@@ -27,10 +27,11 @@ from mantissa.doctor.cures import (
     spelled,
     trains_with,
 )
+from mantissa.doctor.data import rounded_data
 from mantissa.doctor.dtypes import explicit_casts, manifest, state_updates
 from mantissa.doctor.fp16_range import Range, fp16_range
 from mantissa.doctor.gradients import gradients
-from mantissa.doctor.module_errors import harmful_errors, local_errors, rounded_data, wrong_gradients
+from mantissa.doctor.module_errors import harmful_errors, local_errors, wrong_gradients
 from mantissa.doctor.sweep import (
     BREAKS,
     DIFFERENT,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mantissa.display import dtype_name
-from mantissa.doctor.module_errors import HARM, rounded_away
+from mantissa.doctor.data import rounded_away
+from mantissa.doctor.limits import HARM
 from mantissa.finding import DIVERGENCE, FORWARD, INPUT, LOST, MOMENT, RATE, SCALE, UNDERFLOW, UPDATE, Examined, Finding
 from mantissa.formats import FP32
 from mantissa.step.step import Batch, Replay, Step, batch_key, map_tensors
