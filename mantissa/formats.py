@@ -131,5 +131,15 @@ def computing_in(autocast: torch.dtype | None, weights: torch.dtype) -> str:
     return next(name for name, row in FORMATS.items() if (row.autocast, row.weights) == (autocast, weights))
 
 
+def plain(number: Number) -> Format:
+    """Return the mode that only multiplies these numbers: its weights are in fp32."""
+    return FORMATS[number.name]
+
+
+def with_masters(number: Number) -> Format:
+    """Return the mode with 16-bit weights of these numbers and fp32 masters."""
+    return FORMATS[f"{number.name}_master"]
+
+
 BASIC = tuple(name for name, row in FORMATS.items() if not row.half_weights and not row.number.scaled)
 """The modes that need only torch and change only the dtype of matmuls and convolutions."""

@@ -62,11 +62,15 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> tuple[TakenStep,
     if wanted > trainer.plan.steps + 1:
         raise UserError(f"step={wanted}: {folder.path} ends earlier; set step={trainer.plan.steps}")
     taken = _take(config, trainer, wanted, folder)
-    taken.notes += _differences(summary)
-    taken.finished = not step and not failed and summary.get("status") == "FINISHED"
-    taken.failed = taken.step.number == failed or taken.step.number < wanted
-    if taken.failed and failure.get("loss_scale"):
-        taken.step.scale = float(failure["loss_scale"])
+    broke = taken.step.number == failed or taken.step.number < wanted
+    scale = failure.get("loss_scale") if broke else None
+    taken = replace(
+        taken,
+        step=taken.step.at_scale(float(scale)) if scale else taken.step,
+        notes=taken.notes + _differences(summary),
+        finished=not step and not failed and summary.get("status") == "FINISHED",
+        failed=broke,
+    )
     return taken, config
 
 
@@ -88,9 +92,7 @@ def _take(config: Config, trainer: Trainer, wanted: int, folder: RunFolder | Non
         trainer = Trainer.from_config(config)
         began, _ = _go_to(trainer, reached, folder)
     taken = take(step_of(trainer), began=began)
-    taken.notes = notes + taken.notes
-    taken.folder = folder.path if folder is not None else None
-    return taken
+    return replace(taken, notes=notes + taken.notes, folder=folder.path if folder is not None else None)
 
 
 def _go_to(trainer: Trainer, step: int, folder: RunFolder | None) -> tuple[str, int]:

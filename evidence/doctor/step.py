@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mantissa.errors import FormatError
-from mantissa.formats import FORMATS
-from mantissa.step.memory import available_bytes
-from mantissa.step.step import Built, Remedies, Step
+from mantissa.formats import Format, with_masters
+from mantissa.step.step import Batch, Remedies, Step
 from mantissa.step.updates import UpdateMeter
 from mantissa.tensors import random_state, set_random_state
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Datasets
-from trainer.data.loader import to_device
+from trainer.data.loader import DataOrder, to_device
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.optim.groups import LR_FACTOR
@@ -48,8 +47,8 @@ class Overrides(Remedies):
     def operators(self, names: Sequence[str]) -> str:
         return f'"precision.fp32_ops=[{",".join(names)}]"'
 
-    def format(self, name: str) -> str:
-        return f"precision={name}"
+    def format(self, format: Format) -> str:
+        return f"precision={format.name}"
 
     def rate(self, factor: float) -> str:
         return f"an optimizer.lr of {factor:g} times this one"
@@ -58,107 +57,134 @@ class Overrides(Remedies):
         return f"scaler=dynamic scaler.init={value:.10g}"
 
 
-def step_of(trainer: Trainer) -> Step:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainerStep(Step):
+    """A step of the trainer."""
+
+    remedies: Remedies = field(default_factory=Overrides)
+    sums_loss: bool = True
+    config: Config
+    """Config of the run."""
+    plan: Plan[Config]
+    hardware: Hardware
+    datasets: Datasets
+    order: DataOrder
+    prototype: nn.Module
+    """The recipe's model, which is copied for each replay."""
+
+    def build(self, format: Format, as_run: bool) -> _Eager:
+        try:
+            return _Eager(self, replace(self.plan, config=self._config_in(format)))
+        except UserError as error:
+            raise FormatError(str(error)) from error
+
+    def _config_in(self, format: Format) -> Config:
+        """Return the config of the run, for one eager process in a format whose loss scale the replay sets."""
+        asked = self.config.precision
+        precision = asked if format.half is not None else Precision()
+        if format.name != asked.mode:
+            precision = replace(precision, mode=format.name, fp8_scaling=None)
+        return replace(
+            self.config,
+            precision=replace(precision, fp32_modules=self.fp32_modules, fp32_ops=self.fp32_ops or None),
+            scaler=StaticScaler(force=True, scale=1.0),
+            compile=Compile(),
+            parallel=Parallel(),
+        )
+
+    def batches(self, first: int, count: int) -> list[list[Batch]]:
+        loader, batching = self.config.loader, self.plan.batching
+        return list(loader.steps(self.datasets.train, self.order, batching, first - 1, count, hardware=self.hardware))
+
+    def count(self, microbatches: list[Batch]) -> int:
+        return max(1, sum(map(self.config.recipe.count_targets, microbatches)))
+
+    def loss_divisor(self, count: int, format: Format) -> tuple[float, float]:
+        return Precision(mode=format.name).loss_divisor(count)
+
+    def with_fp32_weights(self) -> TrainerStep:
+        return self.in_format(with_masters(self.format.number))
+
+
+def step_of(trainer: Trainer) -> TrainerStep:
     """Copy what the next step of a trainer starts from."""
-    config, plan, recipe, masters = trainer.config, trainer.plan, trainer.recipe, trainer.masters
-    hardware, datasets = trainer.hardware, trainer.datasets
-    steps = partial(config.loader.steps, datasets.train, trainer.order, plan.batching, hardware=hardware)
-    (microbatches,) = steps(trainer.step, 1)  # data may draw from the generators, before the step does
-    kept = trainer.model if masters is None or isinstance(masters, StochasticWeights) else masters
-    names = {id(parameter): name for name, parameter in (masters or trainer.model).named_parameters()}
+    config, plan, hardware, datasets = trainer.config, trainer.plan, trainer.hardware, trainer.datasets
+    format, order = config.precision.format, trainer.order
+    # Data may draw from the generators, before the step does.
+    (microbatches,) = config.loader.steps(datasets.train, order, plan.batching, trainer.step, 1, hardware=hardware)
+
+    # What the optimizer changes, and what it has kept.
+    kept = trainer.model if isinstance(trainer.masters, StochasticWeights) else trainer.masters or trainer.model
+    names = {id(parameter): name for name, parameter in (trainer.masters or trainer.model).named_parameters()}
     moments = {
         names[id(parameter)]: {key: _copy(value) for key, value in state.items()}
         for parameter, state in trainer.optimizer.state.items()
     }
+
+    # A model to copy, which draws nothing that the step would: the trainer may take it, too, with its own dropout.
     generators = random_state(trainer.device)
-    prototype = recipe.build_model(datasets)
-    set_random_state(generators, trainer.device)  # the trainer may take the step, too, with its own dropout
-
-    def build(format: str, fp32_modules: list[str], fp32_ops: list[str], as_run: bool) -> Built:
-        own = _in_format(config, format, fp32_modules, fp32_ops)
-        try:
-            eager = _Eager(replace(plan, config=own), hardware, datasets, prototype)
-        except UserError as error:
-            raise FormatError(str(error)) from error
-        return Built(
-            model=eager.model,
-            optimizer=eager.optimizer,
-            loss=lambda batch: eager.recipe.loss(eager.model, to_device(batch, eager.device)).loss_sum,
-            autocast=partial(own.precision.autocast, eager.device),
-            prepare=partial(eager.stand_before, moments),
-            update=eager.end_step,
-            fp32_modules=eager.fp32_modules,
-            masters=eager.masters,
-            clip=own.clip,
-        )
-
-    return Step(
+    prototype = trainer.recipe.build_model(datasets)
+    set_random_state(generators, trainer.device)
+    return TrainerStep(
         number=trainer.step + 1,
-        format=config.precision.format,
-        build=build,
-        batches=lambda first, count: list(steps(first - 1, count)),
+        format=format,
+        written_in=format,
         device=trainer.device,
         microbatches=microbatches,
         weights={name: _copy(tensor) for name, tensor in kept.named_parameters()},
         stored={name: _copy(tensor) for name, tensor in trainer.model.named_parameters()},
         buffers={name: _copy(tensor) for name, tensor in trainer.model.named_buffers()},
         generators=generators,
+        moments=moments,
         scale=trainer.loss_scale.scale.item(),
         least_scale=config.scaler.floor if trainer.loss_scale.recovers else 0.0,
-        count=lambda batches: max(1, sum(map(recipe.count_targets, batches))),
-        loss_divisor=lambda targets, format: Precision(mode=format.name).loss_divisor(targets),
-        sums_loss=True,
         fp32_modules=config.precision.fp32_modules,
         fp32_ops=config.precision.fp32_ops or [],
-        with_fp32_weights=f"{config.precision.format.number.name}_master",
-        remedies=Overrides(),
-        moments=moments,
         eps=max((group.get("eps") or 0.0 for group in trainer.optimizer.param_groups), default=0.0),
         compiles=config.compile.mode != "off",
         round_as_eager=config.precision.rounds_as_eager,
-        free_bytes=partial(available_bytes, trainer.device),
-    )
-
-
-def _in_format(config: Config, format: str, fp32_modules: list[str], fp32_ops: list[str]) -> Config:
-    """Return the config of a run, for one eager process in a format whose loss scale the replay sets."""
-    own = config.precision
-    precision = own if FORMATS[format].half is not None else Precision()
-    if format != own.mode:
-        precision = replace(precision, mode=format, fp8_scaling=None)
-    precision = replace(precision, fp32_modules=fp32_modules, fp32_ops=fp32_ops or None)
-    return replace(
-        config,
-        precision=precision,
-        scaler=StaticScaler(force=True, scale=1.0),
-        compile=Compile(),
-        parallel=Parallel(),
+        config=config,
+        plan=plan,
+        hardware=hardware,
+        datasets=datasets,
+        order=order,
+        prototype=prototype,
     )
 
 
 class _Eager(Trainer[Config]):
-    """A trainer of one process whose model is a copy of a prototype, and whose gradients come from elsewhere."""
+    """A trainer of one process, whose model is a copy of a step's and whose gradients come from a replay."""
 
-    def __init__(self, plan: Plan[Config], hardware: Hardware, datasets: Datasets, prototype: nn.Module) -> None:
-        self._prototype = prototype
-        super().__init__(plan, hardware, World(), datasets)
+    def __init__(self, step: TrainerStep, plan: Plan[Config]) -> None:
+        self._prototype = step.prototype
+        super().__init__(plan, step.hardware, World(), step.datasets)
 
     def first_model(self) -> nn.Module:
         return copy.deepcopy(self._prototype).to(self.device)
 
+    @property
+    def clip(self) -> Any:
+        return self.config.clip
+
+    def loss(self, batch: Batch) -> Tensor:
+        return self.recipe.loss(self.model, to_device(batch, self.device)).loss_sum
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return self.config.precision.autocast(self.device)
+
     @torch.no_grad()
-    def stand_before(self, moments: dict[str, dict[str, Any]], number: int, lr: float, fresh: bool) -> None:
-        """Make the optimizer and the schedule stand where the run did before the step of this number."""
-        self.step = number - 1
+    def stand_before(self, step: Step) -> None:
+        """Make the optimizer and the schedule stand where the run did."""
+        self.step = step.number - 1
         for name, parameter in (self.masters or self.model).named_parameters():
-            for key, value in () if fresh else moments.get(name, {}).items():
+            for key, value in step.moments.get(name, {}).items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
                     value = torch.empty_like(parameter).copy_(value)
                 elif isinstance(value, Tensor):
                     value = value.clone()
                 self.optimizer.state[parameter][key] = value
         for group in self.optimizer.param_groups:
-            group[LR_FACTOR] *= lr
+            group[LR_FACTOR] *= step.lr_factor
 
     def end_step(self, scale: float, correction: float, meter: UpdateMeter | None) -> None:
         """Take the optimizer's step with the gradients that backward left, and count it."""

@@ -21,10 +21,9 @@ def compiled_trial(step: Step) -> tuple[FormatTrial, list[Finding]]:
     """
     half = step.format.half
     eager = _without_dropout(step.as_run())
-    wide = torch.float64 if half is None else torch.float32
-    noise = max(_difference(eager, _without_dropout(step.reference(wide))), torch.finfo(half or torch.float32).eps / 2)
+    noise = max(_difference(eager, _without_dropout(step.exact())), torch.finfo(half or torch.float32).eps / 2)
     difference = _difference(_compiled(step), eager)
-    why = f"gradients differ from eager by {difference:.2g}, eager from {wide} by {noise:.2g}"
+    why = f"gradients differ from eager by {difference:.2g}, eager from {step.exact_dtype} by {noise:.2g}"
     agrees = difference <= ALLOWED * noise  # NaN does not
     trial = FormatTrial("inductor", status=OK if agrees else DIFFERS, why=why)
     finding = Finding(DIFFERENCE, FORWARD, "", trial.name, detail=why, cure=[step.remedies.eager])

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mantissa.display import size
-from mantissa.doctor.cause import UNWRITTEN, find_exception, find_origin
+from mantissa.doctor.cause import find_exception, find_origin
 from mantissa.doctor.dtypes import explicit_casts
+from mantissa.doctor.tape import UNWRITTEN
 from mantissa.errors import FormatError
 from mantissa.finding import FORWARD, OVERFLOW, UPDATE, Finding
 from mantissa.formats import FP16
 from mantissa.step.ledger import MemoryLedger
-from mantissa.step.step import Batch, Built, Remedies, Replay, Step, Widened
+from mantissa.step.step import Batch, Remedies, Replay, Step, Widened
 from mantissa.step.trace import HALF, Line, Op, Trace, functional_name, user_line
 from mantissa.tensors import numbers_in, relative_error
 
@@ -209,9 +209,9 @@ def locate(step: Step, finding: Finding, fixes: Callable[[Replay], bool], goes_o
         add_cure(step.remedies.operators(names), with_operators, names)
         return
     for cast in explicit_casts(step.as_run()):
-        if fixed(lambda lines: without_casts(step, lines[0]).as_run(), [cast.line]):
+        if fixed(lambda lines: step.without_casts(lines[0]).as_run(), [cast.line]):
             finding.module, finding.line = cast.module, cast.line
-            add_cure(NO_CAST, lambda lines: without_casts(step, lines[0]).as_run(), [cast.line])
+            add_cure(NO_CAST, lambda lines: step.without_casts(lines[0]).as_run(), [cast.line])
             return
     passes = step.as_run()
     order: list[str] = []
@@ -226,27 +226,6 @@ def locate(step: Step, finding: Finding, fixes: Callable[[Replay], bool], goes_o
     if name:
         add_cure(step.remedies.operators([name]), with_operators, [name])
     finding.line = str(line_of_error(step, "") or "")
-
-
-def without_casts(step: Step, line: str) -> Step:
-    """Return a step in whose forward pass a line of code asks for fp32 where it asks for 16 bits."""
-
-    def run(op: Op) -> Any:
-        if op.asks_for_half and str(user_line() or "") == line:
-            op.kwargs = op.kwargs | {"dtype": torch.float32}
-        return op.run()
-
-    def build(*args: Any) -> Built:
-        built = step.build(*args)
-
-        @contextmanager
-        def autocast() -> Iterator[None]:
-            with built.autocast(), Trace(None, run=run):
-                yield
-
-        return replace(built, autocast=autocast)
-
-    return replace(step, build=build)
 
 
 def in_update(step: Step, finding: Finding, fixes: Callable[[Replay], bool]) -> bool:
@@ -337,7 +316,7 @@ def line_of_error(step: Step, module: str) -> Line | None:
         step: the step.
         module: its name; an empty string: the whole model.
     """
-    exact = step.reference(torch.float32 if step.format.half is not None else torch.float64)
+    exact = step.exact()
     sides = [_results(passes, module) for passes in (step.as_run(), exact)]
     worst, jump, before = None, 0.0, step.format.number.unit_roundoff
     for (name, line, low), (other, _, exact) in zip(*sides, strict=False):

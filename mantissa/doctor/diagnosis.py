@@ -26,12 +26,12 @@ from mantissa.doctor.cures import (
     measure_cost,
     spelled,
     trains_with,
-    without_casts,
 )
+from mantissa.doctor.data import rounded_data
 from mantissa.doctor.dtypes import explicit_casts, manifest, state_updates
 from mantissa.doctor.fp16_range import Range, fp16_range
 from mantissa.doctor.gradients import gradients
-from mantissa.doctor.module_errors import harmful_errors, local_errors, rounded_data, wrong_gradients
+from mantissa.doctor.module_errors import harmful_errors, local_errors, wrong_gradients
 from mantissa.doctor.sweep import (
     BREAKS,
     DIFFERENT,
@@ -66,7 +66,8 @@ from mantissa.finding import (
     Examined,
     Finding,
 )
-from mantissa.formats import FORMATS
+from mantissa.formats import BF16, Format, plain
+from mantissa.formats import FP32 as FP32_NUMBERS
 from mantissa.step.step import Batch, Replay, Step
 from mantissa.step.updates import UpdateMeter, is_elementwise, judge
 from mantissa.tensors import finite
@@ -265,7 +266,7 @@ def _sweep(result: Diagnosis) -> None:
         if not trial.status and _breaks_first(result, trial, broken is None):
             broken = trial
     if own.status == OK:
-        step.scale = own.scale
+        result.taken = replace(result.taken, step=step.at_scale(own.scale))
         if broken is not None and broken is not own:
             finding = result.findings.pop(0)
             where = f"{finding.kind} in {finding.place}"
@@ -344,7 +345,7 @@ def _manifest(result: Diagnosis) -> None:
     stored = [finding for finding in found.findings if not finding.op]  # weights in fewer bits
     own, name = result.own, result.step.format.name
     for finding in stored if result.is_ok(name) else ():
-        finding.cure = [result.step.remedies.format(name)]
+        finding.cure = [result.step.remedies.format(result.step.format)]
     if own is not None and own.name == "fp16+scaler" and any(finding.dtype == "float16" for finding in stored):
         own.status, own.why = RAISES, "torch's GradScaler takes no gradients in float16"
         stored[0].detail += f"; {own.why}"
@@ -370,7 +371,7 @@ def _range(result: Diagnosis) -> None:
 
 def _works_at(result: Diagnosis, scale: float) -> bool:
     """Return whether the step is finite at a loss scale, without a scaler that lowers it, and trains on."""
-    step = replace(result.step, scale=scale)
+    step = result.step.at_scale(scale)
     return not step.as_run().run().nonfinite and result.works(step.as_run)
 
 
@@ -423,7 +424,7 @@ def _updates(result: Diagnosis) -> None:
         raise FormatError(f"{name} treats elements together")
     try:
         meter = UpdateMeter(passes.model, passes.optimizer, passes.format.half, passes.masters, passes.built.clip)
-        passes.built.prepare(step.number, 1.0, False)
+        passes.built.stand_before(step)
         passes.update(passes.run().correction, meter)
     except Exception as error:  # an optimizer that cannot be copied, or does not treat each element alone
         raise FormatError(f"{name}: {error}") from error
@@ -435,10 +436,10 @@ def _updates(result: Diagnosis) -> None:
             lost = f"lr x weight_decay = {decay:.2g} of a weight is less than half of its spacing in"
             result.notes.append(f"weight decay changes nothing: {lost} {step.format.number.name}; keep weights in fp32")
             break
-    other = step.with_fp32_weights
-    if found.findings and result.works(lambda: step.replay(other, as_run=True)):
+    other = step.with_fp32_weights()
+    if found.findings and result.works(other.as_run):
         for finding in found.findings:
-            finding.cure = [step.remedies.format(other)]
+            finding.cure = [step.remedies.format(other.format)]
     result.add(found)
 
 
@@ -461,11 +462,11 @@ def _divergence(result: Diagnosis) -> None:
     step, budget, lost = result.step, result.budget, _lost(result)
     batches = step.following(steps_to_train(step))
 
-    def broken_after(count: int, format: str = "") -> Finding | None:
+    def broken_after(count: int, format: Format | None = None) -> Finding | None:
         return budget.run("the step that breaks", lambda: _broken_later(step, batches, count, format))
 
     found = result.add(divergence(step, batches))
-    if found.broken is not None and (later := broken_after(found.broken, FP32)):
+    if found.broken is not None and (later := broken_after(found.broken, plain(FP32_NUMBERS))):
         result.findings.append(later)
     if not found.findings or found.findings[0].kind != DIVERGENCE:
         return
@@ -489,14 +490,14 @@ def _divergence(result: Diagnosis) -> None:
             result.locate(finding, fixes)
 
 
-def _broken_later(step: Step, batches: list[list[Batch]], count: int, format: str) -> Finding | None:
-    """Return the fault of a step that is not finite after ``count`` steps; an empty format: the run's own."""
+def _broken_later(step: Step, batches: list[list[Batch]], count: int, format: Format | None) -> Finding | None:
+    """Return the fault of a step that is not finite after ``count`` steps; without a format in the run's own."""
     passes = step.replay(format) if format else step.as_run()
     passes.train(batches[:count])
     later = step.after(passes, count)
     broken = later.replay(format) if format else later.as_run()
     broken.run_with_backoff()
-    finding = find_origin(broken, format or step.format.name)
+    finding = find_origin(broken, (format or step.format).name)
     if finding is not None:
         finding.detail += f"; in step {step.number + count}, after {count} finite ones"
         before = (step.stored | step.buffers).get(finding.tensor)
@@ -556,15 +557,15 @@ def _cure(result: Diagnosis) -> None:
     fewer_bits = finding.kind == ERROR and step.format.needs_loss_scale
     losses = {trial.name: trial.loss for trial in result.sweep if trial.status == OK}
     agrees = math.isclose(losses.get("bf16", math.nan), losses.get(FP32, math.nan), rel_tol=DIFFERENT)
-    other_half = agrees and step.format is not FORMATS["bf16"] and not fewer_bits
-    if other_half and result.works(lambda: step.replay("bf16", as_run=True)):
-        finding.cure.append(step.remedies.format("bf16"))
+    other = step.in_format(plain(BF16))
+    if agrees and step.format is not other.format and not fewer_bits and result.works(other.as_run):
+        finding.cure.append(step.remedies.format(other.format))
 
 
 def _drop_cast(result: Diagnosis, finding: Finding, faulty: Callable[[Step], list[str]]) -> None:
     """Cure a finding that no module cures by leaving out the cast of a line, if one does."""
     for cast in explicit_casts(result.step.as_run()):
-        other = without_casts(result.step, cast.line)
+        other = result.step.without_casts(cast.line)
         if cast.module == finding.module and result.works(other.as_run) and not faulty(other):
             finding.line, finding.cure = cast.line, [NO_CAST]
             return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from mantissa.display import counted, dtype_name
 from mantissa.finding import DTYPE, FORWARD, LOST, Examined, Finding
 from mantissa.step.step import Replay, Step
-from mantissa.step.trace import CAST, PRODUCTS, DtypeRecorder, Op, Row, Trace
+from mantissa.step.trace import CAST, PRODUCTS, DtypeRecorder, Op, Row, Site, Trace
 from mantissa.tensors import relative_error
 
 
@@ -100,21 +99,21 @@ def _weights(passes: Replay) -> Iterator[Finding]:
         yield _finding(passes, module, "", dtype, detail)
 
 
-def explicit_casts(passes: Replay, backward: bool = False) -> list[Finding]:
+def explicit_casts(passes: Replay, backward: bool = False) -> list[Site]:
     """Return where the code asks for 16 bits, once for each line.
 
     Args:
         passes: in fp32, or in 16 bits, where lines with products are left out, whose casts may be autocast's.
         backward: in the backward pass, by hooks and functions of the code's own, and not in the forward pass.
     """
-    found: dict[str, Finding] = {}
+    found: dict[str, Site] = {}
     products: set[str] = set()
     half = passes.format.half is not None
 
     def note(op: Op) -> None:
         line = str(op.line or "")
         if (op.asks_for_half if half else op.casts_to_half) and op.in_backward == backward:
-            found.setdefault(line, op.finding(op.result))
+            found.setdefault(line, op.site(op.result))
         if half and op.bare_name in PRODUCTS:
             products.add(line)
 
@@ -129,7 +128,7 @@ def _casts_in_fp32(passes: Replay) -> list[Finding]:
     if passes.format.half is not None:
         return []
     detail = f"the code casts to 16 bits, which precision={passes.format.name} does not ask for"
-    return [replace(cast, kind=DTYPE, format=passes.format.name, detail=detail) for cast in explicit_casts(passes)[:1]]
+    return [cast.finding(DTYPE, passes.format.name, detail=detail) for cast in explicit_casts(passes)[:1]]
 
 
 def _loss(passes: Replay) -> list[Finding]:

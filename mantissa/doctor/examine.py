@@ -7,8 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,15 @@ from mantissa.doctor.report import lines, opening, write_report
 from mantissa.doctor.training import MOST_STEPS
 from mantissa.errors import UsageError, check_type
 from mantissa.finding import Finding
-from mantissa.formats import computing_in, format_name
+from mantissa.formats import FORMATS, computing_in, format_name
 from mantissa.step.ledger import MemoryLedger
-from mantissa.step.loop import Loss, step_of_loop
-from mantissa.step.step import Step
+from mantissa.step.loop import LoopStep, Loss
+from mantissa.step.step import ReplayResult, Step
 from mantissa.tensors import changed_by, finite, in_dtype, random_state, set_random_state
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16_pure", "fp16_pure")
+PRECISIONS = tuple(
+    name for name, row in FORMATS.items() if not row.number.scaled and not row.accumulates_in_fp32
+)  # what a loop needs torch alone for
 _REPEATED = 0.05
 """Relative difference between the gradients of two equal steps that no order of sums explains."""
 
@@ -111,6 +112,7 @@ def examine(
         UsageError: an argument cannot work.
         FormatError: the model cannot be copied.
     """
+    # Everything that cannot work is refused before anything is copied.
     a_batch = isinstance(batches, Mapping | Tensor)
     of_batches = "an iterable of batches, such as a DataLoader or [batch]"
     check_type("model", model, isinstance(model, nn.Module), "a module")
@@ -137,21 +139,26 @@ def examine(
             raise UsageError("the optimizer has no parameter of this model; make it after the model is moved or cast")
         while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
             optimizer = inner  # of a wrapper, such as accelerate's or Lightning's
+
+    # A copy of all that the step starts from.
     before = random_state(next(model.parameters()).device)
-    options = optimizer, scale, fixed_scale, accumulate, number, generators
-    of_loop = partial(step_of_loop, model, loss, batches)
-    step = of_loop(precision, *options)
+    step = LoopStep.copied(
+        model, loss, batches, FORMATS[precision], optimizer, scale, fixed_scale, accumulate, number, generators
+    )
     if optimizer is None:
         checks = [check for check in checks if check not in ("updates", "state")]
     try:
         with torch.enable_grad():
             say("step")
             taken = take(step, failed)
+
+            # Where the code enters autocast itself, that says the precision.
             if taken.own_autocast and step.format.half_weights is None:
-                own = computing_in(taken.own_autocast, torch.float32)
-                taken = take(of_loop(own, *options, True), failed)
+                name = computing_in(taken.own_autocast, torch.float32)
+                taken = take(step.inside_autocast(FORMATS[name]), failed)
                 entered = "the loss or the model enters autocast itself"
-                taken.notes.append(f"{entered}: precision={own!r} is examined, with no autocast around it")
+                note = f"{entered}: precision={name!r} is examined, with no autocast around it"
+                taken = replace(taken, notes=[*taken.notes, note])
             return Report(diagnose(taken, tuple(checks), time_budget_s, say=say))
     finally:
         set_random_state(before, step.device)
@@ -168,48 +175,61 @@ def take(step: Step, failed: bool = False, began: str = "its beginning") -> Take
     Raises:
         UsageError: the step cannot be replayed, or trains nothing.
     """
-    taken = TakenStep(step, began=began, failed=failed)
-    passes = step.as_run()
-    found, ledger = None, MemoryLedger(passes.model, passes.optimizer)
+    replay = step.as_run()
+    result: ReplayResult | None = None
+    ledger = MemoryLedger(replay.model, replay.optimizer)
     for mode in (ledger, nullcontext()):  # in no mode, where an operator does not run in one
         try:
             with mode:
-                found = found or passes.run_with_backoff()
+                result = result or replay.run_with_backoff()
         except UsageError:
             raise
         except Exception:  # the format sweep says what it is
             continue
-    taken.memory_bytes, taken.own_autocast = ledger.report().peak_bytes, passes.own_autocast
-    if found is None:
-        return taken
-    step.changes_batches = passes.changed
+    peak = ledger.report().peak_bytes
+    if result is None:
+        return TakenStep(step, began, memory_bytes=peak, own_autocast=replay.own_autocast, failed=failed)
+
+    # What one step shows of the loss: whether it changes a batch, and takes one of fewer samples.
+    step = replace(step, changes_batches=replay.changed)
+    replay = replay.of(step)
     if step.first_samples()[0] is not step.microbatches[0]:
         try:
-            passes.forward()
+            replay.forward()
         except Exception:  # of any kind: that of the loss
-            step.cuts = False
-    if not found.gradients:
+            step = replace(step, cuts=False)
+
+    if not result.gradients:
         raise UsageError(
             "the loss gives no parameter a gradient: let it use the model that it is called with, detach nothing, and "
             "leave requires_grad of some parameters on"
         )
-    loss = found.loss.item()
-    first = [] if found.nonfinite else [gradient.clone() for gradient in found.gradients.values()]
-    clock = time.monotonic()  # what is done for the first time takes longer
-    found = passes.run()
-    taken.seconds = time.monotonic() - clock
-    gradients = list(found.gradients.values())
-    if _size([one - other for one, other in zip(first, gradients, strict=False)]) > _REPEATED * _size(first):
+    first_loss = result.loss.item()
+    before = [] if result.nonfinite else [gradient.clone() for gradient in result.gradients.values()]
+
+    # Once more: for its time (what is done for the first time takes longer), and because it must repeat.
+    clock = time.monotonic()
+    result = replay.run()
+    seconds = time.monotonic() - clock
+    loss, gradients = result.loss.item(), list(result.gradients.values())
+    if _size([one - other for one, other in zip(before, gradients, strict=False)]) > _REPEATED * _size(before):
         raise UsageError(
-            f"the same step gives other gradients when it is taken again (loss {loss:.6g}, then {found.loss.item():.6g}"
-            "): let the loss draw from global generators, or from generators that are attributes of modules, and keep "
+            f"the same step gives other gradients when it is taken again (loss {first_loss:.6g}, then {loss:.6g}): "
+            "let the loss draw from global generators, or from generators that are attributes of modules, and keep "
             "nothing from call to call"
         )
-    taken.loss, taken.skipped = found.loss.item(), not all(map(finite, gradients))
-    taken.grad_norm = _size(gradients) * found.correction / passes.scale if gradients else math.nan
-    if not taken.skipped:
-        step.scale = passes.scale  # to which a scaler backs off at this step
-    return taken
+    skipped = not all(map(finite, gradients))
+    return TakenStep(
+        step if skipped else step.at_scale(replay.scale),  # to which a scaler backs off at this step
+        began,
+        loss=loss,
+        grad_norm=_size(gradients) * result.correction / replay.scale if gradients else math.nan,
+        skipped=skipped,
+        seconds=seconds,
+        memory_bytes=peak,
+        own_autocast=replay.own_autocast,
+        failed=failed,
+    )
 
 
 def _size(gradients: Iterable[Tensor]) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mantissa.doctor.module_errors import NOISE
+from mantissa.doctor.limits import NOISE
 from mantissa.finding import BACKWARD, SCALE, UNDERFLOW, Examined, Finding
 from mantissa.formats import FP16
 from mantissa.step.step import LEAST_SCALE, Batch, Replay, Step

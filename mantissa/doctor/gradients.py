@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from mantissa.display import listed
 from mantissa.doctor.cures import trains_with
 from mantissa.doctor.dtypes import explicit_casts
 from mantissa.finding import BACKWARD, BLOCKED, ERROR, FORWARD, SCALE, UNDERFLOW, Examined, Finding
+from mantissa.formats import FP32, plain
 from mantissa.step.step import Replay, ReplayResult, Step
 from mantissa.step.trace import Line, Op, Trace, is_checkpointed
 from mantissa.tensors import relative_error, storage
@@ -120,7 +120,7 @@ def _without_derivative(loss: Tensor, trace: Trace, zero: Mapping[str, Tensor]) 
 
 def _cast(step: Step, exact: ReplayResult) -> list[Finding]:
     """Return a finding where the backward pass casts to 16 bits in fp32 too, and the gradients are wrong by it."""
-    passes = step.replay("fp32")
+    passes = step.replay(plain(FP32))
     passes.scale = step.scale
     try:
         attempt = passes.run()
@@ -139,7 +139,7 @@ def _cast(step: Step, exact: ReplayResult) -> list[Finding]:
     detail = f"gradients are cast to {cast.dtype}: those of {listed(wrong)} are wrong, {share:.0%} of all become 0"
     cure = ["no cast to 16 bits in this line"] if trains_with(step, step.reference) else []
     kind = UNDERFLOW if share else ERROR
-    return [replace(cast, kind=kind, direction=BACKWARD, format="fp32", detail=detail, cure=cure)]
+    return [cast.finding(kind, "fp32", direction=BACKWARD, detail=detail, cure=cure)]
 
 
 def _disproportionate(passes: Replay, names: list[str]) -> list[str]:

@@ -10,7 +10,9 @@ from functools import partial
 import torch
 
 from mantissa.errors import FormatError, described, is_out_of_memory
-from mantissa.formats import BF16
+from mantissa.formats import BF16, plain
+from mantissa.formats import FP32 as FP32_NUMBERS
+from mantissa.formats import TF32 as TF32_NUMBERS
 from mantissa.step.step import Replay, Step
 
 OK, BREAKS, RAISES, DIFFERS, LEFT_OUT = "ok", "BREAKS", "RAISES", "DIFFERS", "left out"
@@ -72,17 +74,18 @@ def format_sweep(step: Step) -> list[FormatTrial]:
     weights, its fp32 modules and operators.
     """
     number, own = step.format.number, step.format.name
-    trials = [FormatTrial(FP64, partial(step.reference, torch.float64)), FormatTrial(FP32, partial(step.replay, FP32))]
-    if step.available(TF32) and own != FP32:
-        trials.append(FormatTrial(TF32, partial(step.replay, TF32)))
+    fp32, tf32 = plain(FP32_NUMBERS), plain(TF32_NUMBERS)
+    trials = [FormatTrial(FP64, partial(step.reference, torch.float64)), FormatTrial(FP32, partial(step.replay, fp32))]
+    if step.available(tf32) and own != FP32:
+        trials.append(FormatTrial(TF32, partial(step.replay, tf32)))
     if step.format.half is None:
         return trials
-    if number is not BF16 and step.available(BF16.name):
-        trials.append(FormatTrial(BF16.name, partial(step.replay, BF16.name)))
-    basic = number.name
-    trials.append(FormatTrial(basic, partial(step.replay, basic)))
+    if number is not BF16 and step.available(plain(BF16)):
+        trials.append(FormatTrial(BF16.name, partial(step.replay, plain(BF16))))
+    basic = plain(number)
+    trials.append(FormatTrial(basic.name, partial(step.replay, basic)))
     if step.scales != [1.0]:
-        trials.append(FormatTrial(basic + SCALER, partial(step.replay, basic), step.scales))
-    if own != basic:
+        trials.append(FormatTrial(basic.name + SCALER, partial(step.replay, basic), step.scales))
+    if step.format is not basic:
         trials.append(FormatTrial(own, step.as_run, step.scales))
     return trials

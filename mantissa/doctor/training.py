@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mantissa.display import dtype_name
-from mantissa.doctor.module_errors import HARM, rounded_away
+from mantissa.doctor.data import rounded_away
+from mantissa.doctor.limits import HARM
 from mantissa.finding import DIVERGENCE, FORWARD, INPUT, LOST, MOMENT, RATE, SCALE, UNDERFLOW, UPDATE, Examined, Finding
 from mantissa.formats import FP32
 from mantissa.step.step import Batch, Replay, Step, batch_key, map_tensors
@@ -65,16 +66,15 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
         batches: the microbatches of each step.
     """
     format, alone = step.format, step.format.number is FP32
-    reference = torch.float64 if alone else torch.float32
-    wide, low = step.reference(reference), step.as_run()
+    wide, low = step.exact(), step.as_run()
     exact = _fp64(wide.train(batches))
-    if finding := explosion(step, batches, exact, reference):
+    if finding := explosion(step, batches, exact):
         return Divergence(findings=[finding])
     if not exact.isfinite().all():
         return Divergence(broken=int((~exact.isfinite()).nonzero()[0]))
 
     def perturbed(unit: float, seed: int) -> Tensor:
-        passes = step.reference(reference)
+        passes = step.exact()
         return _fp64(passes.train(passes.perturb(unit, seed, batches)))
 
     unit = format.number.unit_roundoff
@@ -117,7 +117,7 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
         third = max(1, len(own) // 3)
         detail = (
             f"in {len(own)} steps the loss goes from {exact[0]:.4g} to {exact[-third:].mean():.4g} in "
-            f"{dtype_name(reference)}, and to {own[-third:].mean():.4g} here"
+            f"{dtype_name(step.exact_dtype)}, and to {own[-third:].mean():.4g} here"
         )
     result.at = first or 0
     result.is_finite = math.isfinite(own[result.at])
@@ -129,10 +129,10 @@ def divergence(step: Step, batches: list[list[Batch]]) -> Divergence:
     # The first loss is computed before any update.
     result.findings = [Finding(DIVERGENCE, UPDATE if first else FORWARD, "", format.name, detail=detail)]
     if format.only_half:
-        other = step.with_fp32_weights
-        if fixes(step.replay(other, as_run=True).train(batches)):
-            result.findings[0].cure = [step.remedies.format(other)]
-            result.findings[0].detail += f"; {step.remedies.format(other)}: it stays near that of fp32"
+        other = step.with_fp32_weights()
+        if fixes(other.as_run().train(batches)):
+            result.findings[0].cure = [step.remedies.format(other.format)]
+            result.findings[0].detail += f"; {step.remedies.format(other.format)}: it stays near that of fp32"
     return result
 
 
@@ -193,7 +193,7 @@ the optimizer's eps, move no weight."""
 RATES = tuple(10.0**-power for power in range(1, 9))
 
 
-def explosion(step: Step, batches: list[list[Batch]], exact: Tensor, dtype: torch.dtype) -> Finding | None:
+def explosion(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding | None:
     """Return why training explodes or learns nothing in the reference; None: it does neither, or nothing cures it.
 
     What is named was changed, and the same steps were trained again.
@@ -202,20 +202,19 @@ def explosion(step: Step, batches: list[list[Batch]], exact: Tensor, dtype: torc
         step: the first step.
         batches: the microbatches of each step.
         exact: the losses in the reference, fp64.
-        dtype: of the reference.
     """
     if not _explodes(exact, exact[:1]) and _learned(exact, exact[:3]) > _CLEAR_PROGRESS:
         return None
-    still = _fp64(step.reference().train(batches, lr=0.0))
+    still = _fp64(step.at_rate(0.0).reference().train(batches))
     explodes = _explodes(exact, still)
     if not explodes and _learned(exact, still) > _NO_PROGRESS:
         return None
     broken = (~exact.isfinite()).nonzero()
     peak = f" (at most {exact.max():.4g})" * explodes  # from which it may have come back
     last = f"{exact[-1]:.4g}{peak}" if not len(broken) else f"not finite at step {step.number + int(broken[0])}"
-    went = f"in {dtype_name(dtype)} the loss goes from {exact[0]:.4g} to {last} in {len(exact)} steps"
+    went = f"in {dtype_name(step.exact_dtype)} the loss goes from {exact[0]:.4g} to {last} in {len(exact)} steps"
     rises = False
-    for finding, losses in _explanations(step, batches, dtype, explodes):
+    for finding, losses in _explanations(step, batches, explodes):
         least = 0.0 if explodes or finding.kind == UNDERFLOW else _CLEAR_PROGRESS
         if not _explodes(losses, still) and _learned(losses, still) > least:
             finding.detail = f"{went}, and to {losses[-1]:.4g} {finding.detail}"
@@ -227,13 +226,11 @@ def explosion(step: Step, batches: list[list[Batch]], exact: Tensor, dtype: torc
     return Finding(RATE, UPDATE, "", "fp32", detail=detail)
 
 
-def _explanations(
-    step: Step, batches: list[list[Batch]], dtype: torch.dtype, explodes: bool
-) -> Iterator[tuple[Finding, Tensor]]:
+def _explanations(step: Step, batches: list[list[Batch]], explodes: bool) -> Iterator[tuple[Finding, Tensor]]:
     """Yield what may be the cause, and the losses of the same steps without it."""
 
-    def trained(steps: list[list[Batch]] = batches, lr: float = 1.0, fresh: bool = False) -> Tensor:
-        return _fp64(step.reference(dtype).train(steps, lr, fresh))
+    def trained(step: Step, steps: list[list[Batch]] = batches) -> Tensor:
+        return _fp64(step.exact().train(steps))
 
     def finding(kind: str, detail: str, cure: str, module: str = "", tensor: str = "", line: str = "") -> Finding:
         return Finding(kind, UPDATE, module, "fp32", detail=detail, cure=[cure], tensor=tensor, line=line)
@@ -244,29 +241,27 @@ def _explanations(
             f"with a fresh state of the optimizer; the largest, {state}, is {times:.3g} times the gradient of this step"
         )
         module = state.rpartition(" of ")[2].rpartition(".")[0]
-        yield finding(MOMENT, detail, step.remedies.fresh_state, module, state), trained(fresh=True)
+        yield finding(MOMENT, detail, step.remedies.fresh_state, module, state), trained(step.with_fresh_state())
     sample = find_outlier(batch for microbatches in batches for batch in microbatches) if explodes else None
     if sample is not None:
         detail = f"with usual samples in the place of such; in step {step.number + sample.batch // len(batches[0])}, "
         cure = f"leave out {sample.place}, and others like it"
         usual = [list(map(without_outliers, microbatches)) for microbatches in batches]
-        yield finding(INPUT, f"{detail}{sample}", cure, tensor=sample.place), trained(usual)
+        yield finding(INPUT, f"{detail}{sample}", cure, tensor=sample.place), trained(step, usual)
     factor, line = _factor(step.reference())
     detail, cure = f"if the gradients are not multiplied by {factor:g}, as the loss is", "no factor in this line"
-    replay = step.reference(dtype)
-    gradients = replay.true_gradients() if step.eps and not explodes else {}
+    gradients = step.exact().true_gradients() if step.eps and not explodes else {}
     largest = max((each.abs().max().item() for name, each in gradients.items() if name), default=0.0)
     small = 0 < largest < step.eps
     if small and largest < factor * step.eps:  # a factor in a line is not the reason, or not the only one
         factor, line, cure = largest, "", f"multiply the loss by {1 / largest:.1g}, or a much lower eps"
         detail = f"if the loss is multiplied by {1 / largest:.1g}: its largest gradient is below eps = {step.eps:g}"
     if small or (explodes and factor >= _FACTOR):
-        replay.loss_factor = 1 / factor
-        losses = factor * _fp64(replay.train(batches))
+        losses = factor * trained(step.with_loss_times(1 / factor))
         yield finding(UNDERFLOW if small and largest < _TINY * step.eps else SCALE, detail, cure, line=line), losses
     for rate in RATES if explodes else RATES[:2]:
         detail = f"with {rate:g} times the learning rate"
-        yield finding(RATE, detail, step.remedies.rate(rate)), trained(lr=rate)
+        yield finding(RATE, detail, step.remedies.rate(rate)), trained(step.at_rate(rate))
 
 
 def _largest_state(step: Step) -> tuple[str, float]:

@@ -5,24 +5,25 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from mantissa.errors import FormatError, UsageError
-from mantissa.formats import FORMATS
+from mantissa.formats import Format, plain
 from mantissa.step.islands import cast_inputs, keep_fp32
-from mantissa.step.memory import available_bytes
 from mantissa.step.operators import OperatorPolicy
-from mantissa.step.step import LEAST_SCALE, Batch, Build, Built, Step, cast_training
+from mantissa.step.step import LEAST_SCALE, Batch, Step, cast_training
 from mantissa.step.updates import UpdateMeter
 from mantissa.tensors import in_dtype, random_state
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """From the model and a batch to the mean loss, a scalar."""
+_FIRST_SCALE = 65536.0
+"""Loss scale with which torch's scaler begins."""
 
 
 class LoopBatch(dict[str, Tensor]):
@@ -36,143 +37,186 @@ class LoopBatch(dict[str, Tensor]):
 
     def whole(self) -> Any:
         """Return the batch as it was given, with the tensors of now; a loss may ask for gradients of its own."""
-        own = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in self.items()}
-        return tree_unflatten([own.get(name, leaf) for name, leaf in self._leaves], self._structure)
+        tensors = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in self.items()}
+        return tree_unflatten([tensors.get(name, leaf) for name, leaf in self._leaves], self._structure)
 
 
-def step_of_loop(
-    model: nn.Module,
-    loss: Loss,
-    batches: Sequence[Any],
-    precision: str,
-    optimizer: torch.optim.Optimizer | None = None,
-    scale: float | None = None,
-    fixed_scale: bool = False,
-    accumulate: int = 1,
-    number: int = 1,
-    generators: dict[str, Tensor] | None = None,
-    enters_autocast: bool = False,
-) -> Step:
-    """Copy what a step of a loop that somebody else wrote starts from; the arguments are those of ``mantissa.examine``.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoopStep(Step):
+    """A step of a loop that somebody else wrote."""
 
-    ``enters_autocast``: whether the loss does so itself, so that nothing is entered around it.
+    model: nn.Module
+    """A copy of the model, which is copied again for each replay."""
+    optimizer: torch.optim.Optimizer | None
+    """That of the copy; None: the weights stay."""
+    mean_loss: Loss
+    first: int
+    """Number of the step that the batches begin with."""
+    steps: list[list[Batch]]
+    """Microbatches of each step; after the last one they begin anew."""
+    given_scale: float | None
+    fixed_scale: bool
+    enters_autocast: bool = False
+    """Whether the loss or the model enters autocast itself, so that nothing is entered around it."""
 
-    Raises:
-        FormatError: the model or the optimizer cannot be copied, and how to make it so.
-    """
-    format, original = FORMATS[precision], getattr(model, "_orig_mod", model)
-    device = next(original.parameters()).device
-    generators = generators or random_state(device)
-    try:
-        copied, own = _copy(original, optimizer)
-    except Exception as error:  # of many kinds: what is in a model decides
-        raise FormatError(
-            f"the model or its optimizer cannot be copied, so the step cannot be replayed ({error}); "
-            "give a model that copy.deepcopy can copy, such as the one before it is wrapped or sharded"
-        ) from error
-    parameters = dict(copied.named_parameters())
-    weights = {name: in_dtype(weight.detach(), torch.float32).clone() for name, weight in parameters.items()}
-    if format.half_weights is not None:
-        cast_training(copied, own, format.half_weights)
-    flat: list[Batch] = [LoopBatch(batch) for batch in batches]
-    steps = [flat[first : first + accumulate] for first in range(0, len(flat), accumulate)]
-    groups = own.param_groups if own is not None else []
-    changed = {id(weight) for group in groups for weight in group["params"]}
+    @classmethod
+    def copied(
+        cls,
+        model: nn.Module,
+        loss: Loss,
+        batches: Sequence[Any],
+        format: Format,
+        optimizer: torch.optim.Optimizer | None = None,
+        scale: float | None = None,
+        fixed_scale: bool = False,
+        accumulate: int = 1,
+        number: int = 1,
+        generators: dict[str, Tensor] | None = None,
+    ) -> Self:
+        """Copy what a step starts from; the arguments are those of ``mantissa.examine``.
 
-    def following(first: int, count: int) -> list[list[Batch]]:
-        return [steps[(first - number + index) % len(steps)] for index in range(count)]
+        Raises:
+            FormatError: the model or the optimizer cannot be copied, and how to make it so.
+        """
+        original = getattr(model, "_orig_mod", model)
+        device = next(original.parameters()).device
+        generators = generators or random_state(device)
+        try:
+            copied, own = _copy(original, optimizer)
+        except Exception as error:  # of many kinds: what is in a model decides
+            raise FormatError(
+                f"the model or its optimizer cannot be copied, so the step cannot be replayed ({error}); "
+                "give a model that copy.deepcopy can copy, such as the one before it is wrapped or sharded"
+            ) from error
 
-    return Step(
-        number=number,
-        format=format,
-        build=_builder(copied, own, loss, precision, enters_autocast),
-        batches=following,
-        device=device,
-        microbatches=steps[0],
-        weights=weights,
-        stored={name: weight.detach().clone() for name, weight in parameters.items()},
-        buffers={name: buffer.detach().clone() for name, buffer in copied.named_buffers()},
-        generators=generators,
-        scale=scale if scale is not None else 65536.0 if format.needs_loss_scale else 1.0,
-        least_scale=LEAST_SCALE if format.needs_loss_scale and not fixed_scale else 0.0,
-        with_fp32_weights=format.number.name,
-        moments={name: own.state[weight] for name, weight in parameters.items() if own and weight in own.state},
-        eps=max((group.get("eps") or 0.0 for group in groups), default=0.0),
-        optimized=frozenset(name for name, weight in parameters.items() if id(weight) in changed),
-        trains=own is not None,
-        different=len(steps) if own is None else None,  # the weights stay
-        compiles=original is not model or getattr(model, "_compiled_call_impl", None) is not None,
-        changes_batches=True,  # until it is known
-        originals=frozenset(map(id, original.parameters())),
-        free_bytes=partial(available_bytes, device),
-    )
+        # The optimizer's weights in fp32, then the model's own in the dtype that it trains in.
+        parameters = dict(copied.named_parameters())
+        weights = {name: in_dtype(weight.detach(), torch.float32).clone() for name, weight in parameters.items()}
+        if format.half_weights is not None:
+            cast_training(copied, own, format.half_weights)
 
-
-def _builder(
-    original: nn.Module, trains: torch.optim.Optimizer | None, loss: Loss, precision: str, enters_autocast: bool
-) -> Build:
-    """Return what copies a model with its optimizer once more, for a format."""
-
-    def build(format: str, fp32_modules: list[str], fp32_ops: list[str], as_run: bool) -> Built:
-        model, own = _copy(original, trains)
-        row, first = FORMATS[format], next(original.parameters())
-        half, device = row.half_weights, first.device
-        if not as_run or format != precision:
-            cast_training(model, own, row.weights)
-        keep_fp32(model, fp32_modules, device.type, half)
-        if half is not None or (first.dtype.itemsize == 2 and not as_run and row.autocast is None):
-            cast_inputs(model, row.weights)  # such as the model's own, which the batches fit
-        weights = list(model.parameters())
-        optimizer = own if own is not None else torch.optim.SGD(weights, lr=0.0)  # the weights stay
-
-        def loss_of(batch: Batch) -> Tensor:
-            assert isinstance(batch, LoopBatch)
-            before = [weight.grad is None for weight in weights]
-            found = loss(model, batch.whole())
-            if before != [weight.grad is None for weight in weights]:
-                raise UsageError("loss(model, batch) calls backward itself; let it only return the loss")
-            if not isinstance(found, Tensor) or found.numel() != 1:
-                tensor = isinstance(found, Tensor)
-                what = f"a tensor of shape {list(found.shape)}" if tensor else f"a {type(found).__name__}"
-                raise UsageError(f"loss(model, batch) must return a scalar tensor, the mean loss, and returned {what}")
-            return found
-
-        def autocast() -> AbstractContextManager[Any]:
-            contexts = ExitStack()
-            enters = row.autocast is not None and not enters_autocast
-            contexts.callback(torch.clear_autocast_cache)  # inside of the caller's autocast it would keep old weights
-            contexts.enter_context(torch.autocast(device.type, dtype=row.autocast, enabled=enters))
-            if fp32_ops:
-                contexts.enter_context(OperatorPolicy(device.type, fp32_ops, half))
-            return contexts
-
-        def prepare(number: int, lr: float, fresh: bool) -> None:
-            if fresh:
-                optimizer.state.clear()
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * lr
-
-        def update(scale: float, correction: float, meter: UpdateMeter | None) -> None:
-            if scale != 1:
-                gradients = [weight.grad for weight in weights if weight.grad is not None]
-                torch._foreach_mul_(gradients, 1 / scale)
-            if meter is not None:
-                meter.before()
-            optimizer.step()
-            if meter is not None:
-                meter.after(1, torch.tensor(True))
-
-        return Built(
-            model=model,
-            optimizer=optimizer,
-            loss=loss_of,
-            autocast=autocast,
-            prepare=prepare,
-            update=update,
-            fp32_modules=fp32_modules,
+        flat: list[Batch] = [LoopBatch(batch) for batch in batches]
+        steps = [flat[first : first + accumulate] for first in range(0, len(flat), accumulate)]
+        groups = own.param_groups if own is not None else []
+        changed = {id(weight) for group in groups for weight in group["params"]}
+        first_scale, least_scale = _scales(format, scale, fixed_scale)
+        return cls(
+            number=number,
+            format=format,
+            written_in=format,
+            device=device,
+            microbatches=steps[0],
+            weights=weights,
+            stored={name: weight.detach().clone() for name, weight in parameters.items()},
+            buffers={name: buffer.detach().clone() for name, buffer in copied.named_buffers()},
+            generators=generators,
+            moments={name: own.state[weight] for name, weight in parameters.items() if own and weight in own.state},
+            scale=first_scale,
+            least_scale=least_scale,
+            eps=max((group.get("eps") or 0.0 for group in groups), default=0.0),
+            optimized=frozenset(name for name, weight in parameters.items() if id(weight) in changed),
+            trains=own is not None,
+            different=len(steps) if own is None else None,  # the weights stay
+            compiles=original is not model or getattr(model, "_compiled_call_impl", None) is not None,
+            changes_batches=True,  # until it is known
+            originals=frozenset(map(id, original.parameters())),
+            model=copied,
+            optimizer=own,
+            mean_loss=loss,
+            first=number,
+            steps=steps,
+            given_scale=scale,
+            fixed_scale=fixed_scale,
         )
 
-    return build
+    def inside_autocast(self, format: Format) -> Self:
+        """Return this step in the format whose autocast the loss or the model enters itself."""
+        scale, least_scale = _scales(format, self.given_scale, self.fixed_scale)
+        return replace(
+            self, format=format, written_in=format, enters_autocast=True, scale=scale, least_scale=least_scale
+        )
+
+    def build(self, format: Format, as_run: bool) -> LoopModel:
+        model, optimizer = _copy(self.model, self.optimizer)
+        first = next(self.model.parameters())
+        if not as_run or format is not self.written_in:
+            cast_training(model, optimizer, format.weights)
+        keep_fp32(model, self.fp32_modules, self.device.type, format.half_weights)
+        given_half = first.dtype.itemsize == 2 and not as_run and format.autocast is None
+        if format.half_weights is not None or given_half:
+            cast_inputs(model, format.weights)  # such as the model's own, which the batches fit
+        if optimizer is None:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        return LoopModel(self, format, model, optimizer)
+
+    def batches(self, first: int, count: int) -> list[list[Batch]]:
+        return [self.steps[(first - self.first + index) % len(self.steps)] for index in range(count)]
+
+    def count(self, microbatches: list[Batch]) -> int:
+        return len(microbatches)
+
+    def loss_divisor(self, count: int, format: Format) -> tuple[float, float]:
+        return count, 1.0
+
+    def with_fp32_weights(self) -> Self:
+        return self.in_format(plain(self.format.number))
+
+
+def _scales(format: Format, given: float | None, fixed: bool) -> tuple[float, float]:
+    """Return the loss scale of a step, and that down to which its scaler backs off."""
+    scaled = format.needs_loss_scale
+    scale = given if given is not None else _FIRST_SCALE if scaled else 1.0
+    return scale, LEAST_SCALE if scaled and not fixed else 0.0
+
+
+class LoopModel:
+    """A copy of a loop's model and of its optimizer, in a format."""
+
+    masters = clip = None
+
+    def __init__(self, step: LoopStep, format: Format, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer, self.fp32_modules = model, optimizer, step.fp32_modules
+        self._loss, self._fp32_ops, self._device = step.mean_loss, step.fp32_ops, step.device.type
+        self._format, self._enters_autocast = format, step.enters_autocast
+        self._weights = list(model.parameters())
+
+    def loss(self, batch: Batch) -> Tensor:
+        assert isinstance(batch, LoopBatch)
+        before = [weight.grad is None for weight in self._weights]
+        loss = self._loss(self.model, batch.whole())
+        if before != [weight.grad is None for weight in self._weights]:
+            raise UsageError("loss(model, batch) calls backward itself; let it only return the loss")
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            tensor = isinstance(loss, Tensor)
+            what = f"a tensor of shape {list(loss.shape)}" if tensor else f"a {type(loss).__name__}"
+            raise UsageError(f"loss(model, batch) must return a scalar tensor, the mean loss, and returned {what}")
+        return loss
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        contexts = ExitStack()
+        contexts.callback(torch.clear_autocast_cache)  # inside of the caller's autocast it would keep old weights
+        half = self._format.autocast
+        enabled = half is not None and not self._enters_autocast
+        contexts.enter_context(torch.autocast(self._device, dtype=half, enabled=enabled))
+        if self._fp32_ops:
+            contexts.enter_context(OperatorPolicy(self._device, self._fp32_ops, self._format.half_weights))
+        return contexts
+
+    def stand_before(self, step: Step) -> None:
+        if not step.moments:
+            self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] * step.lr_factor
+
+    def end_step(self, scale: float, correction: float, meter: UpdateMeter | None) -> None:
+        if scale != 1:
+            gradients = [weight.grad for weight in self._weights if weight.grad is not None]
+            torch._foreach_mul_(gradients, 1 / scale)
+        if meter is not None:
+            meter.before()
+        self.optimizer.step()
+        if meter is not None:
+            meter.after(1, torch.tensor(True))
 
 
 def _copy(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, torch.optim.Optimizer | None]:

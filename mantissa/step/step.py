@@ -6,10 +6,10 @@ import copy
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol, Self
 from unittest.mock import patch
 
 import numpy as np
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mantissa.errors import UsageError
-from mantissa.formats import FORMATS, Format
+from mantissa.formats import FP32, Format, plain
+from mantissa.step.memory import available_bytes
+from mantissa.step.trace import Op, Trace, user_line
 from mantissa.step.updates import Masters, UpdateMeter
 from mantissa.tensors import finite, in_dtype, moments, perturbed, random_state, set_random_state
 
@@ -62,9 +64,9 @@ class Remedies:
         """Return how these operators come to compute in fp32."""
         return f"with mantissa.fp32_ops({list(names)}): … around forward and loss"
 
-    def format(self, name: str) -> str:
+    def format(self, format: Format) -> str:
         """Return how another format is chosen."""
-        half = FORMATS[name].autocast
+        half = format.autocast
         return "fp32 weights" + (f" under torch.autocast(device, dtype={half})" if half else ", without autocast")
 
     def scale(self, value: float) -> str:
@@ -76,52 +78,62 @@ class Remedies:
         return f"a learning rate of {factor:g} times the present one"
 
 
-@dataclass(kw_only=True)
-class Built:
-    """A model in a format, and how it trains."""
+class Built(Protocol):
+    """A model in a format, and how it trains; it holds no state of a step, which a replay gives it."""
 
     model: nn.Module
     """The model in training, whose weights do not matter."""
     optimizer: torch.optim.Optimizer
-    loss: Callable[[Batch], Tensor]
-    """Returns the loss of a microbatch, a scalar in the dtype in which it was computed; called in ``autocast``."""
-    autocast: Callable[[], AbstractContextManager[Any]]
-    """Returns the context of the format around forward and loss."""
-    prepare: Callable[[int, float, bool], None]
-    """Makes the optimizer stand before the step of a number: with learning rates times a factor, and with its state or
-    a fresh one."""
-    update: Callable[[float, float, UpdateMeter | None], None]
-    """Changes the weights by gradients as backward left them, given the loss scale and the factor they need besides
-    its inverse; a meter measures it."""
-    fp32_modules: list[str] = field(default_factory=list)
+    fp32_modules: list[str]
     """Names of the submodules that compute in fp32."""
-    masters: Masters | None = None
-    """Masters of the model's weights; None: the optimizer changes the model's own."""
-    clip: Any = None
-    """See ``UpdateMeter``."""
+
+    @property
+    def masters(self) -> Masters | None:
+        """Masters of the model's weights; None: the optimizer changes the model's own."""
+        ...
+
+    @property
+    def clip(self) -> Any:
+        """See ``UpdateMeter``."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the loss of a microbatch, a scalar in the dtype in which it was computed; called in ``autocast``."""
+        ...
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context of the format around forward and loss."""
+        ...
+
+    def stand_before(self, step: Step) -> None:
+        """Make the optimizer stand before a step: with its moments, its number and its factor of learning rates."""
+
+    def end_step(self, scale: float, correction: float, meter: UpdateMeter | None) -> None:
+        """Change the weights by gradients as backward left them.
+
+        Args:
+            scale: the loss scale that they have.
+            correction: factor that they need besides its inverse.
+            meter: measures the update; None: nothing does.
+        """
 
 
-Build = Callable[[str, list[str], list[str], bool], Built]
-"""Builds the model of a step from the name of a format, name patterns of submodules and names of operators that compute
-in fp32, and whether it is the run's own, so that dtypes that a user set stay. Raises a FormatError where the model
-cannot."""
-
-
-@dataclass(kw_only=True)
-class Step:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step(Protocol):
     """What a step starts from, and how its model is built, in whatever loop it is.
 
-    The tensors are copies, so that the step can be taken any number of times.
+    It can be taken any number of times: its tensors are copies, and nothing changes it. A step that differs in one
+    thing, such as a cure, is another one, which a method returns.
     """
 
     number: int
     """Number of the step, from 1."""
     format: Format
-    """Format of the run."""
-    build: Build
-    batches: Callable[[int, int], list[list[Batch]]]
-    """Returns the microbatches of steps: from the number of the first one, and how many."""
+    """Format that it is taken in."""
+    written_in: Format
+    """Format of the loop that it comes from, in which its model is; another one, where that of the step was changed."""
     device: torch.device
+
+    # What it starts from.
     microbatches: list[Batch]
     weights: dict[str, Tensor]
     """Weights that the optimizer changes, by parameter; fp32 where there are masters."""
@@ -129,27 +141,30 @@ class Step:
     """The model's own weights by parameter, in the run's dtype."""
     buffers: dict[str, Tensor]
     generators: dict[str, Tensor]
-    """State of all random generators from which the step starts."""
+    """State of all random generators."""
+    moments: dict[str, dict[str, Any]]
+    """Optimizer's state by parameter; empty: it begins anew."""
     scale: float
     """Loss scale of the step."""
     least_scale: float = 0.0
     """Scale down to which the run's scaler backs off; 0: its scale stays as it is."""
-    count: Callable[[list[Batch]], int] = len
-    """Number that the losses of microbatches are divided by: theirs, or that of their targets."""
-    loss_divisor: Callable[[int, Format], tuple[float, float]] = lambda count, format: (count, 1.0)
-    """Returns, for that number of the whole step and a format, the divisor of the loss before backward, and the factor
-    that gradients then still need."""
+
+    # What is changed about it.
+    fp32_modules: list[str] = field(default_factory=list)
+    """Name patterns of the submodules that compute in fp32."""
+    fp32_ops: list[str] = field(default_factory=list)
+    """Names of the operators that compute in fp32."""
+    uncast: tuple[str, ...] = ()
+    """Lines of the forward code that ask for 16 bits, and get fp32."""
+    loss_factor: float = 1.0
+    """Factor of the loss."""
+    lr_factor: float = 1.0
+    """Factor of the learning rates."""
+
+    # What is known of its loop.
+    remedies: Remedies = field(default_factory=Remedies)
     sums_loss: bool = False
     """Whether the loss is a sum, which has to be in fp32."""
-    fp32_modules: list[str] = field(default_factory=list)
-    """Name patterns of the submodules that compute in fp32 in the run."""
-    fp32_ops: list[str] = field(default_factory=list)
-    """Names of the operators that compute in fp32 in the run."""
-    with_fp32_weights: str
-    """Name of a format with the run's numbers in which updates of fp32 weights are kept."""
-    remedies: Remedies = field(default_factory=Remedies)
-    moments: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Optimizer's state by parameter."""
     eps: float = 0.0
     """Number that the optimizer adds where it divides by the size of gradients; 0: it does not, or it is not known."""
     optimized: frozenset[str] = frozenset()
@@ -168,43 +183,118 @@ class Step:
     """Whether the loss takes a batch of fewer samples."""
     originals: frozenset[int] = frozenset()
     """Ids of the parameters of the model that was copied, to which no gradient may go."""
-    free_bytes: Callable[[], int]
-    """Returns how much memory is left."""
 
-    def replay(self, format: str, *, as_run: bool = False) -> Replay:
-        """Return a replay of this step in a format, eager and in one process.
+    # What the loop says: one of one's own, or the trainer's.
+
+    def build(self, format: Format, as_run: bool) -> Built:
+        """Build the model and its optimizer in a format.
 
         Args:
-            format: its name. fp32 modules and operators are the run's, where it has 16 bits or ``as_run``.
-            as_run: start from the stored weights and the loss scale, rather than from what the optimizer changes and
-                a scale of 1. The scale stays as it is.
+            format: the format.
+            as_run: whether dtypes that a user set stay.
 
         Raises:
             FormatError: the model cannot.
         """
-        in_fp32 = (self.fp32_modules, self.fp32_ops) if as_run or FORMATS[format].half is not None else ([], [])
-        return Replay(self, FORMATS[format], self.build(format, *in_fp32, as_run), as_run)
+        ...
+
+    def batches(self, first: int, count: int) -> list[list[Batch]]:
+        """Return the microbatches of some steps, from the number of the first one."""
+        ...
+
+    def count(self, microbatches: list[Batch]) -> int:
+        """Return what the sum of the losses of microbatches is divided by: their number, or that of their targets."""
+        ...
+
+    def loss_divisor(self, count: int, format: Format) -> tuple[float, float]:
+        """Return the divisor of the loss before backward in a format, and the factor that gradients then still need.
+
+        Args:
+            count: what ``count`` returns for the whole step.
+            format: the format.
+        """
+        ...
+
+    def with_fp32_weights(self) -> Step:
+        """Return this step with updates of fp32 weights, in a format with the same numbers."""
+        ...
+
+    # How it is taken.
+
+    def replay(self, format: Format) -> Replay:
+        """Return a replay in a format, on fp32 weights, eager and in one process, with a loss scale of 1.
+
+        Modules and operators that compute in fp32 do so where the format has 16 bits.
+
+        Raises:
+            FormatError: the model cannot.
+        """
+        step = self if format.half is not None else replace(self, fp32_modules=[], fp32_ops=[])
+        return Replay(self, format, step.build(format, as_run=False))
 
     def as_run(self) -> Replay:
-        """Return a replay as the run takes the step, eager."""
-        return self.replay(self.format.name, as_run=True)
-
-    def in_fp32(self, modules: Sequence[str] = (), operators: Sequence[str] = ()) -> Step:
-        """Return this step with more submodules and operators that compute in fp32."""
-        names, operators = [*self.fp32_modules, *modules], [*self.fp32_ops, *operators]
-        return replace(self, fp32_modules=names, fp32_ops=operators)
+        """Return a replay as the run takes the step, eager: with its stored weights and its loss scale."""
+        return Replay(self, self.format, self.build(self.format, as_run=True), as_run=True)
 
     def reference(self, dtype: torch.dtype = torch.float32) -> Replay:
         """Return a replay in fp32 or fp64, in which explicit casts to narrower formats have no effect either."""
-        replay = self.replay("fp32")
-        replay.widen(dtype)
-        return replay
+        exact, step = plain(FP32), replace(self, fp32_modules=[], fp32_ops=[])
+        return Replay(self, exact, step.build(exact, as_run=False), wide=dtype)
+
+    @property
+    def exact_dtype(self) -> torch.dtype:
+        """Dtype of what its format is compared with: fp32 for 16 bits and fewer, fp64 for fp32 and tf32."""
+        return torch.float32 if self.format.half is not None else torch.float64
+
+    def exact(self) -> Replay:
+        """Return the replay that its format is compared with."""
+        return self.reference(self.exact_dtype)
+
+    # Other steps.
+
+    def in_format(self, format: Format) -> Self:
+        """Return this step in another format."""
+        return replace(self, format=format)
+
+    def in_fp32(self, modules: Sequence[str] = (), operators: Sequence[str] = ()) -> Self:
+        """Return this step with more submodules and operators that compute in fp32."""
+        return replace(self, fp32_modules=[*self.fp32_modules, *modules], fp32_ops=[*self.fp32_ops, *operators])
+
+    def without_casts(self, line: str) -> Self:
+        """Return this step with fp32 where a line of the forward code asks for 16 bits."""
+        return replace(self, uncast=(*self.uncast, line))
+
+    def at_scale(self, scale: float) -> Self:
+        """Return this step at another loss scale."""
+        return replace(self, scale=scale)
+
+    def at_rate(self, factor: float) -> Self:
+        """Return this step with learning rates times a factor."""
+        return replace(self, lr_factor=self.lr_factor * factor)
+
+    def with_loss_times(self, factor: float) -> Self:
+        """Return this step with its loss times a factor."""
+        return replace(self, loss_factor=self.loss_factor * factor)
+
+    def with_fresh_state(self) -> Self:
+        """Return this step with an optimizer that has kept nothing of earlier steps."""
+        return replace(self, moments={})
+
+    def with_microbatches(self, microbatches: Iterable[Batch]) -> Self:
+        """Return this step on other microbatches; those of the steps after it stay."""
+        return replace(self, microbatches=list(microbatches))
+
+    def with_values(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return this step from changed weights and buffers."""
+        kept = ({name: change(each) for name, each in of.items()} for of in (self.weights, self.stored, self.buffers))
+        weights, stored, buffers = kept
+        return replace(self, weights=weights, stored=stored, buffers=buffers)
 
     def following(self, count: int) -> list[list[Batch]]:
         """Return the microbatches of this step and of those after it, ``count`` steps in all."""
-        return self.batches(self.number, count)
+        return [self.microbatches, *self.batches(self.number + 1, count - 1)]
 
-    def after(self, replay: Replay, count: int) -> Step:
+    def after(self, replay: Replay, count: int) -> Self:
         """Return the step that follows ``count`` steps, which a replay has trained, from their weights."""
         kept = replay.masters or replay.model
         return replace(
@@ -219,16 +309,22 @@ class Step:
             scale=replay.scale,
         )
 
+    # What is known of it.
+
     def share(self, microbatches: list[Batch]) -> float:
         """Return what the run multiplies the gradients of the mean over these microbatches by, before a loss scale."""
         return self.count(microbatches) / self.loss_divisor(self.count(self.microbatches), self.format)[0]
 
-    def available(self, format: str) -> bool:
+    def free_bytes(self) -> int:
+        """Return how much memory is left."""
+        return available_bytes(self.device)
+
+    def available(self, format: Format) -> bool:
         """Return whether the machine computes in a format, if only by emulation."""
-        number = FORMATS[format].number
-        if not number.only_nvidia:
+        if not format.number.only_nvidia:
             return True
-        return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (number.capability or ())
+        capability = format.number.capability or ()
+        return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= capability
 
     @property
     def scales(self) -> list[float]:
@@ -298,32 +394,45 @@ class Replay:
         step: that is taken.
         format: in which.
         built: the model in it.
-        as_run: whether the model starts from the run's stored weights and loss scale.
+        as_run: whether it starts from the run's stored weights and loss scale.
+        wide: the dtype of a reference, which every narrower one becomes; None: it is none.
     """
 
-    def __init__(self, step: Step, format: Format, built: Built, as_run: bool) -> None:
-        self.step, self.format, self.built = step, format, built
+    def __init__(
+        self, step: Step, format: Format, built: Built, as_run: bool = False, wide: torch.dtype | None = None
+    ) -> None:
+        self.format, self.built = format, built
         self.model, self.masters, self.optimizer = built.model, built.masters, built.optimizer
-        self.fp32_modules, self.autocast = built.fp32_modules, built.autocast
-        self.weights = step.stored if as_run else step.weights
-        """Weights that the model starts from; may be replaced."""
-        self.microbatches = step.microbatches
-        """Microbatches of ``run``, by whose number a loss is divided; may be replaced."""
-        self.scale = step.scale if as_run else 1.0
-        """The loss scale, which may be set."""
-        self.loss_factor = 1.0
-        """Factor of the loss."""
+        self.fp32_modules = built.fp32_modules
         self.updates: AbstractContextManager[Any] | None = None
         """Context in which the optimizer steps; None: that of the replay."""
         self.changed = False
         """Whether the loss has changed a batch that it was given."""
         self.own_autocast: torch.dtype | None = None
         """Dtype of the autocast that the loss, or the model, enters itself; None: none."""
-        self._as_run, self._in_loss = as_run and format is step.format, False
-        self._wide: torch.dtype | None = None
-        self._states = _states(built.model)
-        self._own = set(map(id, built.model.parameters()))
+        self._as_run, self._wide, self._in_loss = as_run, wide, False
+        if wide is not None:
+            cast_training(self.model, self.optimizer, wide)
+        self._states = _states(self.model)
+        self._own = set(map(id, self.model.parameters()))
+        self._take(step)
+        self.scale = step.scale if as_run else 1.0
+        """Loss scale, which may be set."""
         self.start()
+
+    def _take(self, step: Step) -> None:
+        """Start from what a step starts from."""
+        self.step = step
+        self.weights = step.stored if self._as_run else step.weights
+        """Weights that the model starts from."""
+        self.microbatches = step.microbatches
+        """Microbatches of ``run``, by whose number a loss is divided; may be replaced."""
+
+    def of(self, step: Step) -> Replay:
+        """Return a replay in the same model, at the same scale, of a step that starts from other tensors."""
+        other = copy.copy(self)
+        other._take(step)
+        return other
 
     @torch.no_grad()
     def start(self) -> None:
@@ -350,11 +459,6 @@ class Replay:
         """Give all random generators the state from which the step starts."""
         set_random_state(self.step.generators, self.step.device)
 
-    def widen(self, dtype: torch.dtype) -> None:
-        """Compute in a wider dtype from now on, in which explicit casts to narrower ones have no effect."""
-        self._wide = dtype
-        cast_training(self.model, self.optimizer, dtype)
-
     def run(self, microbatches: list[Batch] | None = None) -> ReplayResult:
         """Take the passes of the step, from its start.
 
@@ -378,10 +482,10 @@ class Replay:
         """
         for scale in scales or self.step.scales:
             self.scale = scale
-            found = self.run()
-            if not found.nonfinite or "loss" in found.nonfinite:  # no scale cures a forward pass
+            result = self.run()
+            if not result.nonfinite or "loss" in result.nonfinite:  # no scale cures a forward pass
                 break
-        return found
+        return result
 
     def gradients(self, microbatches: list[Batch]) -> tuple[Tensor, float]:
         """Add up the gradients of microbatches, of the loss times ``scale``, and change nothing but buffers.
@@ -392,7 +496,7 @@ class Replay:
         divisor, correction = self.step.loss_divisor(self.step.count(self.microbatches), self.format)
         total: Tensor | None = None
         for batch in microbatches:
-            share = self.loss(map_tensors(batch, self.widened)) * self.loss_factor / divisor
+            share = self.loss(batch) * self.step.loss_factor / divisor
             if share.requires_grad:
                 self._backward(share * self.scale)
             total = share.detach() if total is None else total + share.detach()
@@ -419,7 +523,7 @@ class Replay:
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of one microbatch in the format, a scalar in the dtype in which it was computed."""
-        given = map_tensors(batch, torch.clone) if self.step.changes_batches else batch
+        given = map_tensors(batch, self._given)
         self._in_loss = False
         with self.autocast():
             self._in_loss = True
@@ -428,19 +532,35 @@ class Replay:
         self.changed |= self.step.changes_batches and any(tensor._version for tensor in given.values())
         return loss
 
-    def train(self, steps: Iterable[list[Batch]], lr: float = 1.0, fresh: bool = False) -> list[float]:
+    def _given(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of a batch as the loss is given it: with no fewer bits, and a copy if that may change."""
+        given = tensor
+        if self._wide is not None and tensor.is_floating_point() and tensor.itemsize <= self._wide.itemsize:
+            given = tensor.to(self._wide)
+        return tensor.clone() if given is tensor and self.step.changes_batches else given
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Return what forward and loss run in: the format's autocast, and casts of the code that are left out."""
+        with self.built.autocast(), Trace(None, run=self._uncast) if self.step.uncast else nullcontext():
+            yield
+
+    def _uncast(self, op: Op) -> Any:
+        if op.asks_for_half and str(user_line() or "") in self.step.uncast:
+            op.kwargs = op.kwargs | {"dtype": torch.float32}
+        return op.run()
+
+    def train(self, steps: Iterable[list[Batch]]) -> list[float]:
         """Train some steps from this one's start, as the run does; one that is skipped is taken at half the scale.
 
         Args:
             steps: the microbatches of each.
-            lr: multiplies the learning rates.
-            fresh: whether the optimizer begins without what it kept of earlier steps.
 
         Returns:
             The loss of each; NaN where it would be skipped for ever.
         """
         self.start()
-        self.built.prepare(self.step.number, lr, fresh)
+        self.built.stand_before(self.step)
         return [self._train_step(microbatches) for microbatches in steps]
 
     def _train_step(self, microbatches: list[Batch]) -> float:
@@ -451,13 +571,17 @@ class Replay:
         while True:
             for weight in changed:
                 weight.grad = None
+
+            # As ``run``, but from the weights of the step before. (Masters take their gradients in the update.)
             with self.around():
                 loss, correction = self.gradients(microbatches)
             if not scaled or all(finite(weight.grad) for weight in changed if weight.grad is not None):
                 break
             if self.scale <= LEAST_SCALE or not self.step.least_scale:
                 return math.nan
-            self.scale /= 2  # as a dynamic scaler would, with the same dropout
+
+            # Again at half the scale, as a dynamic scaler would, with the same dropout.
+            self.scale /= 2
             set_random_state(generators, self.step.device)
             _restore(states)
         self.update(correction)
@@ -466,15 +590,17 @@ class Replay:
     def update(self, correction: float, meter: UpdateMeter | None = None) -> None:
         """Change the weights by the gradients of the last passes; a meter measures how."""
         with self.updates or self.around():
-            self.built.update(self.scale, correction, meter)
+            self.built.end_step(self.scale, correction, meter)
 
     def true_gradients(self) -> Gradients:
         """Run, and return the gradients without a loss scale."""
-        found = self.run()
-        factor = found.correction / self.scale
-        dense = {name: each.to_dense() if each.is_sparse else each for name, each in found.gradients.items()}
-        gradients = {name: in_dtype(each, torch.float64) * factor for name, each in dense.items()}
-        return gradients | {"": found.loss.double()}
+        result = self.run()
+        factor = result.correction / self.scale
+        gradients = {
+            name: in_dtype(gradient.to_dense() if gradient.is_sparse else gradient, torch.float64) * factor
+            for name, gradient in result.gradients.items()
+        }
+        return gradients | {"": result.loss.double()}
 
     def forward(self, *modes: AbstractContextManager[Any]) -> Tensor:
         """Return the loss of a few samples, from the start of the step, in some modes."""
@@ -482,13 +608,14 @@ class Replay:
         with ExitStack() as contexts:
             for mode in (*modes, self.around(), torch.enable_grad()):
                 contexts.enter_context(mode)
-            return self.loss(map_tensors(self.step.first_samples()[0], self.widened))
+            return self.loss(self.step.first_samples()[0])
 
     def perturb(self, unit: float, seed: int, steps: Iterable[list[Batch]] = ()) -> Iterator[list[Batch]]:
         """Start from weights changed by ±``unit``, relative to their size, and return steps with inputs changed so."""
         generator, dtype = torch.Generator().manual_seed(seed), self._wide or torch.float32
-        weights = self.step.weights.items()
-        self.weights = {name: perturbed(in_dtype(each, dtype), unit, generator) for name, each in weights}
+        self.weights = {
+            name: perturbed(in_dtype(weight, dtype), unit, generator) for name, weight in self.step.weights.items()
+        }
         change = partial(perturbed, unit=unit, generator=generator, data=True)
         return ([map_tensors(batch, change) for batch in microbatches] for microbatches in steps)
 
@@ -500,29 +627,23 @@ class Replay:
         """
         enter, half, kind = torch.autocast.__enter__, self.format.half, self.step.device.type
 
-        def enter_own(own: Any) -> Any:
-            if not own._enabled or own.device != kind:
-                return enter(own)
+        def enter_other(autocast: Any) -> Any:
+            if not autocast._enabled or autocast.device != kind:
+                return enter(autocast)
             if self._in_loss:
-                self.own_autocast = self.own_autocast or own.fast_dtype
-            if self._as_run:
-                return enter(own)
-            with patch.multiple(own, _enabled=half is not None, fast_dtype=half or own.fast_dtype):
-                return enter(own)
+                self.own_autocast = self.own_autocast or autocast.fast_dtype
+            if self._as_run and self.format is self.step.written_in:
+                return enter(autocast)
+            with patch.multiple(autocast, _enabled=half is not None, fast_dtype=half or autocast.fast_dtype):
+                return enter(autocast)
 
         with ExitStack() as contexts:
-            contexts.enter_context(patch.object(torch.autocast, "__enter__", enter_own))
+            contexts.enter_context(patch.object(torch.autocast, "__enter__", enter_other))
             if self._wide is not None:
                 contexts.callback(torch.set_default_dtype, torch.get_default_dtype())
                 torch.set_default_dtype(self._wide)
                 contexts.enter_context(Widened(self._wide))
             yield
-
-    def widened(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of a batch as this replay takes it, with no fewer bits than it has."""
-        if self._wide is None or not tensor.is_floating_point() or tensor.itemsize > self._wide.itemsize:
-            return tensor
-        return tensor.to(self._wide)
 
 
 class Widened(TorchDispatchMode):

@@ -36,7 +36,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "linear", "co
 _MOVES = {"_to_copy", "clone", "contiguous", "copy_", "detach", "lift_fresh", "_unsafe_view"}
 _FILLS = {"fill_", "zero_", "empty_like", "full_like", "ones_like", "zeros_like"}
 _EXCHANGES = {"c10d", "_c10d_functional", "fsdp"}
-_TORCH, _HERE = (str(Path(path).parent) + "/" for path in (torch.__file__, __file__))
+_TORCH, _HERE = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
 _CHECKPOINT = f"{_TORCH}utils/checkpoint.py"
 _ENGINE = f"{_TORCH}autograd/graph.py"
 """Which starts a backward pass: the frames outside of it belong to the loop, and not to the operator."""
@@ -94,6 +94,25 @@ def is_raised_in_model(error: BaseException) -> bool:
 @cache
 def _is_user_code(file: str) -> bool:
     return not file.startswith((_TORCH, _HERE, "<frozen"))
+
+
+class Site(NamedTuple):
+    """Where an operator ran, and what its result was."""
+
+    module: str
+    """Name of the module; empty: the model itself, or the loss."""
+    direction: str
+    op: str
+    """Name of the operator, such as ``aten.mm``."""
+    dtype: str
+    shape: tuple[int, ...]
+    line: str
+
+    def finding(self, kind: str, format: str, **fields: Any) -> Finding:
+        """Return a fault there."""
+        own = {"op": self.op, "dtype": self.dtype, "shape": self.shape, "line": self.line}
+        fields = {"module": self.module, "direction": self.direction} | own | fields
+        return Finding(kind, format=format, **fields)
 
 
 class Op:
@@ -180,11 +199,10 @@ class Op:
         """Line of the forward code that it belongs to; of a backward operator only where the trace keeps lines."""
         return self._trace.line()
 
-    def finding(self, result: Tensor) -> Finding:
-        """Return a finding in one of its results, whose kind and format are still to be said."""
+    def site(self, result: Tensor) -> Site:
+        """Return where it runs, and what one of its results is."""
         module, direction = self.place
-        dtype, shape, line = dtype_name(result.dtype), tuple(result.shape), str(self.line or "")
-        return Finding("", direction, module, "", self.name, dtype, shape, line=line)
+        return Site(module, direction, self.name, dtype_name(result.dtype), tuple(result.shape), str(self.line or ""))
 
 
 @cache

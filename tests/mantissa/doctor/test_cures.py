@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ import mantissa
 from mantissa.doctor.cures import _innermost
 from mantissa.doctor.diagnosis import HEALTHY, diagnose
 from mantissa.doctor.examine import Report, take
-from mantissa.step.loop import step_of_loop
+from mantissa.formats import FORMATS
+from mantissa.step.loop import LoopStep
 from tests.mantissa.doctor.faults import Batch, Own, error, regression, scaled, scaled_gradient
 
 WIDTH = 16
@@ -255,9 +257,10 @@ def test_no_scale_is_a_cure_that_loses_gradients(name: str, fixed: bool) -> None
     torch.manual_seed(0)
     model = build()
     optimizer = torch.optim.AdamW(model.parameters())
-    step = step_of_loop(model, scaled(factor), regression(), "fp16", optimizer, scale, fixed)
+    step = LoopStep.copied(model, scaled(factor), regression(), FORMATS["fp16"], optimizer, scale, fixed)
     taken = take(step, failed=not fixed)
-    step.scale, taken.skipped = scale, taken.skipped or not fixed  # as a run is examined that failed there
+    # As a run is examined that failed there.
+    taken = replace(taken, step=taken.step.at_scale(scale), skipped=taken.skipped or not fixed)
     diagnosis = diagnose(taken, ("formats", "range", "modules", "islands"), 600)
     text = str(Report(diagnosis))
     found = diagnosis.range

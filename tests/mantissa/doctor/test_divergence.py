@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,10 +67,9 @@ def test_the_first_loss_is_not_one_of_updates() -> None:
 def test_the_size_of_a_step_and_no_clock_decides_how_many_are_trained() -> None:
     case = case_of(small, "bf16")
     assert steps_to_train(case) == MOST_STEPS
-    case.microbatches = [{"x": torch.empty(10**6, WIDTH, device="meta")}]
+    case = case.with_microbatches([{"x": torch.empty(10**6, WIDTH, device="meta")}])
     assert steps_to_train(case) == STEPS
-    case.different = 3
-    assert steps_to_train(case) == 3
+    assert steps_to_train(replace(case, different=3)) == 3
 
 
 def test_a_format_is_not_at_fault_where_fp32_is_not_finite() -> None:
@@ -85,8 +85,7 @@ def test_a_format_is_not_at_fault_where_fp32_is_not_finite() -> None:
 
 def test_a_skipped_step_is_taken_again_with_the_same_random_numbers() -> None:
     """Otherwise dropout, not rounding, makes the loss another one than in fp32, where nothing is skipped."""
-    case = case_of(lambda: around(nn.Dropout(0.5)), "fp16")
-    case.scale = 2.0**30
+    case = case_of(lambda: around(nn.Dropout(0.5)), "fp16").at_scale(2.0**30)
     first = case.as_run()
     assert first.run().nonfinite
     assert found_in(case) == []

@@ -493,7 +493,7 @@ def test_a_loss_that_takes_no_other_batch_is_examined(raised: type[Exception], m
 def test_what_does_not_fit_beside_a_step_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The activations of a step count, and not only the weights."""
     batches = regression(rows=4096)
-    monkeypatch.setattr("mantissa.step.loop.available_bytes", lambda device: 4096 * 32 * 4)  # one of them
+    monkeypatch.setattr("mantissa.step.step.available_bytes", lambda device: 4096 * 32 * 4)  # one of them
     report = mantissa.examine(Own(), error, batches, "bf16")
     assert [each.partition(" (it needs about ")[0] for each in report.diagnosis.budget.left_out] == [
         *("fp64", "modules", "whole gradients")

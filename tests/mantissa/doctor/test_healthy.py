@@ -14,6 +14,7 @@ from evidence.runs import merge_overrides
 from mantissa.doctor.cause import find_origin
 from mantissa.doctor.diagnosis import CHECKS, HEALTHY, diagnose
 from mantissa.finding import BACKWARD, DIVERGENCE, FORWARD, LOST, MOMENT, OVERFLOW, Finding
+from mantissa.formats import FORMATS
 from mantissa.step.step import Replay
 from mantissa.step.trace import Op, Trace
 from mantissa.tensors import finite
@@ -94,7 +95,7 @@ def test_nothing_is_found_in_a_compiled_model() -> None:
 
 
 def started(trainer: Trainer, mode: str) -> Replay:
-    return step_of_trainer(trainer).replay(mode)
+    return step_of_trainer(trainer).replay(FORMATS[mode])
 
 
 def not_finite(trainer: Replay) -> list[str]:
@@ -172,7 +173,7 @@ class Uninitialised(nn.Module):
 
 
 def test_new_memory_that_holds_nan_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = step_of(lambda: around(Uninitialised())).replay("bf16")
+    trainer = step_of(lambda: around(Uninitialised())).replay(FORMATS["bf16"])
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # with NaN
     torch.use_deterministic_algorithms(True)
     try:
