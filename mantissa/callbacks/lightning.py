@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from mantissa.formats import FORMATS, format_name
-from mantissa.watch.watch import Watch, loss_in
+from mantissa.watch.passes import loss_in
+from mantissa.watch.watch import Watch
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _FOUND = [name for name in _PACKAGES if find_spec(name.partition(".")[0])] or _PACKAGES

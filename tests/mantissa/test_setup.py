@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.formats import FORMATS
+from mantissa.watch.scale import LossScale
 from mantissa.watch.setup import FirstStep, Setup, flags_differ, fp32_flags, read_setup
 
 AUTOCAST: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -50,7 +51,7 @@ def taken(
     net = Net().to(dtype)
     change(net)
     optimizer = made(net)
-    first = FirstStep(net, optimizer, scaler, True, pytest.fail)
+    first = FirstStep(net, optimizer, LossScale(scaler, optimizer), True, pytest.fail)
     hook = optimizer.register_step_pre_hook(lambda *_: first.before_update())
     late(net)
     for _ in range(passes):

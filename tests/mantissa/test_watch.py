@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mantissa
 from mantissa.errors import UsageError
 from mantissa.watch.meters import Measured, are_finite
-from mantissa.watch.watch import loss_in
+from mantissa.watch.passes import loss_in
 from tests.helpers import same_bits
 
 BAD = 7
