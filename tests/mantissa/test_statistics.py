@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from mantissa.verdict.statistics import (
     BETTER,
@@ -30,6 +29,12 @@ SPREAD = 0.002
 """Of a paired relative difference of validation losses; small models differ by about as much."""
 
 
+@pytest.fixture(scope="module")
+def stats() -> Any:
+    """What scipy says."""
+    return pytest.importorskip("scipy.stats")
+
+
 @pytest.fixture(autouse=True)
 def no_number_of_pairs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the number of pairs that would decide, which takes nearly all of the time, where it is not tested."""
@@ -43,7 +48,7 @@ def judged(differences: Any) -> Equivalence:
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 7, 30, 999])
-def test_students_distribution_is_scipys(freedom: int) -> None:
+def test_students_distribution_is_scipys(freedom: int, stats: Any) -> None:
     for t in (-1e3, -40, -2.1, -1.0, -1e-3, 0.0, 0.5, 1.7, 12, 400):
         assert student_cdf(t, freedom) == pytest.approx(float(stats.t.cdf(t, freedom)), rel=1e-9, abs=1e-15)
     for probability in (1e-4, 0.025, 0.5, 0.6, 0.95, 0.975, 0.9999):
@@ -51,7 +56,7 @@ def test_students_distribution_is_scipys(freedom: int) -> None:
         assert student_quantile(probability, freedom) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-def test_the_interval_is_scipys() -> None:
+def test_the_interval_is_scipys(stats: Any) -> None:
     values = [1.0, 1.2, 0.7, 1.1, 0.95]
     expected = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
     found = mean_interval(values)
@@ -59,7 +64,7 @@ def test_the_interval_is_scipys() -> None:
     assert (found.mean, found.count, found.level) == (pytest.approx(0.99), 5, 0.95)
 
 
-def test_a_ratio_and_its_inverse_have_inverse_intervals() -> None:
+def test_a_ratio_and_its_inverse_have_inverse_intervals(stats: Any) -> None:
     ratios = [1.9, 2.1, 2.4, 1.7]
     one, other = ratio_interval(ratios), ratio_interval([1 / ratio for ratio in ratios])
     assert (one.mean, one.low, one.high) == pytest.approx((1 / other.mean, 1 / other.high, 1 / other.low))
@@ -67,7 +72,7 @@ def test_a_ratio_and_its_inverse_have_inverse_intervals() -> None:
 
 
 @pytest.mark.parametrize("mean", [-0.004, -0.001, 0.0, 0.0005, 0.0028, 0.01])
-def test_the_p_values_are_scipys(mean: float) -> None:
+def test_the_p_values_are_scipys(mean: float, stats: Any) -> None:
     differences = np.random.default_rng(3).normal(mean, SPREAD, 7)
     lower = stats.ttest_1samp(differences, -MARGIN, alternative="greater").pvalue
     upper = stats.ttest_1samp(differences, MARGIN, alternative="less").pvalue
