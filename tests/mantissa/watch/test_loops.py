@@ -517,6 +517,7 @@ STEPS = {
     "caught exceptions": (4, 0),
     "rebuilt optimizer": (3, 0),
     "threads": (3, 0),
+    "compiled optimizer": (0, 0),  # its hooks are compiled with it: only Watch.close says so
     **{name: (24, 12) for name in LOOPS if name.startswith("scaler")},
     "scaler, not given": (12, 0),
     "scaler, no autocast": (24, 0),
