@@ -50,11 +50,11 @@ class Snapshot:
 
     # Taking, in the order of a step.
 
-    def begin(self, asks: bool) -> None:
-        """Take the buffers, before the first forward pass. ``asks``: the states of all generators are read anew."""
+    def begin(self, anew: bool) -> None:
+        """Take the buffers, before the first forward pass. ``anew``: the state of every generator is read again."""
         if self._buffers:
             self._save(self._buffers)
-        if asks:
+        if anew:
             self._others = None
 
     def generators(self) -> NotedState:
@@ -62,7 +62,7 @@ class Snapshot:
         return NotedState(self.device, self._others)
 
     def compare(self, noted: NotedState) -> None:
-        """See which generators the forward passes left alone. Those are not read again until a step ``asks``."""
+        """See whether the forward passes left numpy's and Python's generators alone: to read them takes longest."""
         self._others = noted.unchanged()
 
     def take_weights(self) -> None:
@@ -74,7 +74,7 @@ class Snapshot:
             self._weights += [(new, local(new).detach().clone()) for new in gained if id(new) not in known]
 
     def judge(self, sound: Tensor | bool) -> None:
-        """Take no more from the first step on that is not sound. The host need not know of it yet."""
+        """Take nothing more from the first step on that is not sound. The host need not know of it yet."""
         self._bad |= torch.logical_not(sound)  # type: ignore[arg-type]
 
     @property

@@ -181,7 +181,7 @@ class Watch:
         now, start = self._now, (self._now.updates, self._start.version)
         if now.began != start:  # the passes before it are those of an update that was not said to be a step
             now.began, now.passes = start, []
-            self._start.begin(asks=self._metered)
+            self._start.begin(anew=self._metered)
         return Pass(next(self._numbers), batch, self._start.generators())
 
     @property
