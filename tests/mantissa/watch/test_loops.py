@@ -366,18 +366,22 @@ def scheduled(watching: Watching) -> Trained:
     return losses, [net]
 
 
-class Mine(torch.optim.AdamW):
-    """An optimizer of one's own, which calls that of a base class, and cannot be made from its groups alone."""
-
-    def __init__(self, parameters: Any, secret: int) -> None:
-        super().__init__(parameters, lr=1e-2)
-        self.secret = secret
+class Noisy(torch.optim.AdamW):
+    """An optimizer of one's own, which draws, and calls that of a base class."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for weight in group["params"]:
                 weight.grad = None if weight.grad is None else weight.grad + torch.randn_like(weight) * 1e-3
         return super().step(closure)
+
+
+class Mine(Noisy):
+    """One that cannot be made from its groups alone."""
+
+    def __init__(self, parameters: Any, secret: int) -> None:
+        super().__init__(parameters, lr=1e-2)
+        self.secret = secret
 
 
 def threads(watching: Watching) -> Trained:
@@ -493,6 +497,7 @@ LOOPS: dict[str, Callable[[Watching], Trained]] = {
     "sparse, sgd, bf16": lambda watching: sparse(watching, torch.optim.SGD, torch.bfloat16),
     "masters": masters,
     "schedule": scheduled,
+    "noisy optimizer": lambda watching: plain(watching, simple, None, lambda net: Noisy(net.parameters(), lr=1e-2)),
     "optimizer of one's own": lambda watching: plain(watching, simple, None, lambda net: Mine(net.parameters(), 1)),
     "fused": lambda watching: plain(watching, simple, None, lambda net: adam(net, fused=True)),
     "foreach": lambda watching: plain(watching, simple, None, lambda net: adam(net, foreach=True)),
