@@ -21,7 +21,7 @@ def tensors(nested: Any) -> list[Tensor]:
 
 
 def numbers_in(nested: Any) -> list[Tensor]:
-    """Return those of a floating-point dtype."""
+    """Return the tensors of a floating-point dtype in nested tuples, lists and dicts."""
     return [tensor for tensor in tensors(nested) if tensor.is_floating_point()]
 
 
@@ -48,7 +48,7 @@ def measurable(gradient: Tensor | None) -> TypeGuard[Tensor]:
 
 def wide_dtype(tensors: list[Tensor]) -> torch.dtype:
     """Return the dtype in which norms of tensors are computed: fp32, or fp64 where one has it."""
-    return torch.float64 if any(each.dtype == torch.float64 for each in tensors) else torch.float32
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 def moments(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
@@ -85,28 +85,30 @@ def perturbed(tensor: Tensor, unit: float, generator: torch.Generator, data: boo
     """
     if not tensor.is_floating_point() or not tensor.numel() or tensor.layout != torch.strided:
         return tensor
+    # Each number becomes larger or smaller, at random.
     sign = torch.randint(2, tensor.shape, generator=generator).to(tensor) * 2 - 1
     changed = tensor * (1 + unit * sign)
     if not data:
         return changed
+    # Of data, what the change would destroy stays: whole numbers, and small differences between large numbers.
     over = 0 if tensor.shape[:1] >= (8,) else None  # the samples, if they are enough
-    varies, size = (torch.linalg.vector_norm(each, dim=over) for each in (tensor - tensor.mean(over), tensor))
+    varies, size = (torch.linalg.vector_norm(part, dim=over) for part in (tensor - tensor.mean(over), tensor))
     changed = torch.where((tensor == tensor.round()) | (unit * size > varies / 2), tensor, changed)
     return changed.clamp(max=1.0) if bool(((tensor >= 0) & (tensor <= 1)).all()) else changed
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return the L2 norm of the difference over that of ``expected``, of the elements where that is finite.
 
-    Infinite, if ``found`` is not finite there; NaN, if ``expected`` is 0.
+    Infinite, if ``actual`` is not finite there; NaN, if ``expected`` is 0.
     """
-    found, expected = (in_dtype(each.detach(), torch.float64) for each in (found, expected))
+    actual, expected = (in_dtype(tensor.detach(), torch.float64) for tensor in (actual, expected))
     if expected.is_sparse:
-        found, expected = found.to_dense(), expected.to_dense()
+        actual, expected = actual.to_dense(), expected.to_dense()
     if not (known := expected.isfinite()).all():
-        found, expected = found[known], expected[known]
+        actual, expected = actual[known], expected[known]
     size = torch.linalg.vector_norm(expected).item()
-    error = torch.linalg.vector_norm(found - expected).item()
+    error = torch.linalg.vector_norm(actual - expected).item()
     if not size:
         return math.nan
     return error / size if math.isfinite(error) else math.inf

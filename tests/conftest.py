@@ -4,16 +4,14 @@ import gc
 import logging
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-
-from tests import shortcuts
-from tests.composing import compose_quickly
-from trainer.precision import kernels
 
 PROJECT = Path(__file__).resolve().parents[1]
 
@@ -24,7 +22,12 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 _COMPILED = f"inductor-of-tests-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}"
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(tempfile.gettempdir(), _COMPILED))
 torch.set_num_threads(1)  # the models are tiny: more threads would only wait for each other
-compose_quickly()
+ALONE = find_spec("hydra") is None
+"""Whether the library is tested alone, as `pip install .` installs it."""
+if not ALONE:
+    from tests.composing import compose_quickly
+
+    compose_quickly()
 
 
 BY_CPU = [
@@ -48,6 +51,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def shortcuts_taken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Runs that tests start measure no rates, migrate no databases, draw no plots and see no modules as garbage."""
+    if ALONE:
+        yield
+        return
+    from tests import shortcuts
+
     own = tmp_path_factory.getbasetemp()
     shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     os.environ[shortcuts.STORE] = str(shared / "empty-mlflow.db")
@@ -60,6 +68,8 @@ def shortcuts_taken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def empty_store(shortcuts_taken: None) -> Path:
     """An MLflow store that has been through its migrations, which take seconds, to be copied."""
+    from tests import shortcuts
+
     return shortcuts.migrated()
 
 
@@ -76,6 +86,8 @@ def commands_in_this_process() -> Iterator[None]:
 @pytest.fixture
 def plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs in this process draw their plots."""
+    from tests import shortcuts
+
     monkeypatch.setattr("trainer.tracking.plots.plot_run", shortcuts.draw)
 
 
@@ -83,7 +95,8 @@ def plots(monkeypatch: pytest.MonkeyPatch) -> None:
 def own_kernels() -> Iterator[None]:
     """A test leaves torch's own kernels behind."""
     yield
-    kernels.clear()
+    if kernels := sys.modules.get("trainer.precision.kernels"):
+        kernels.clear()
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from torch import Tensor, nn
 
+from tests.mantissa.bits import same_bits as same_bits
 from trainer.config.build import build
 from trainer.config.registration import register
 from trainer.config.schema import Config
@@ -58,19 +59,6 @@ def gradients(*overrides: str) -> list[Tensor | None]:
     torch.manual_seed(0)
     trainer.recipe.loss(trainer.model, next(trainer.batches())[0]).loss_sum.backward()
     return [parameter.grad for parameter in trainer.model.parameters()]
-
-
-def same_bits(one: Any, other: Any) -> bool:
-    """Whether two nested structures are equal, tensors by type, shape and every bit (NaN equals itself)."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.dtype != other.dtype or one.shape != other.shape or one.device != other.device:
-            return False
-        return torch.equal(one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same_bits(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same_bits, one, other))
-    return bool(one == other)
 
 
 def without_padding(logits: Tensor, vocabulary: int) -> Tensor:

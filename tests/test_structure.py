@@ -95,6 +95,21 @@ def test_the_library_needs_torch_and_numpy_only() -> None:
     assert found - sys.stdlib_module_names == {"mantissa", "torch", "numpy"}
 
 
+def test_the_librarys_tests_need_torch_numpy_and_pytest_only() -> None:
+    """Others by ``pytest.importorskip``, so that they run where nothing else is installed."""
+    others = {}
+    for path in (PROJECT / "tests" / "mantissa").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        names = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+        names |= {each.name for node in nodes if isinstance(node, ast.Import) for each in node.names}
+        known = {*sys.stdlib_module_names, "pytest", "torch", "numpy", "mantissa"}
+        unknown = {name for name in names if name.partition(".")[0] not in known}
+        others[path.name] = {name for name in unknown if not name.startswith("tests.mantissa.")}
+        if path.parent.name == "doctor":  # where steps of the trainer are examined, too
+            others[path.name] = set()
+    assert {name: unknown for name, unknown in others.items() if unknown} == {}
+
+
 def test_neither_files_nor_folders_form_a_circle() -> None:
     assert "trainer.config.step" in IMPORTS["trainer.trainer"]
     assert "trainer.config.explain" in IMPORTS["trainer.config.options"]  # within a function

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from mantissa.formats import FORMATS, format_name
-from mantissa.watch.watch import Watch, loss_in
+from mantissa.watch.passes import loss_in
+from mantissa.watch.watch import Watch
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _FOUND = [name for name in _PACKAGES if find_spec(name.partition(".")[0])] or _PACKAGES
@@ -29,6 +30,8 @@ class Precision(*(import_module(f"{name}.callbacks").Callback for name in _FOUND
     def __init__(self, every: int = 50, **options: Any) -> None:
         self._options = {"every": every} | options
 
+    # The watch is created when the optimizer exists and the precision is known.
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         folder = Path(trainer.default_root_dir) / "mantissa"
@@ -37,6 +40,8 @@ class Precision(*(import_module(f"{name}.callbacks").Callback for name in _FOUND
         options: dict[str, Any] = {"precision": asked, "folder": folder, "loss": _loss}
         self.watch = Watch(pl_module, trainer.optimizers[0], scaler, **options | self._options)
         self._steps = trainer.global_step
+
+    # A step: batches are kept before it, gradients are seen in it, its end is said after its last batch.
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.watch.keep((batch, batch_idx))

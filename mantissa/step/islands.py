@@ -48,10 +48,14 @@ def keep_fp32(
     """
     if not device_type:
         device_type = next(model.parameters()).device.type
-        half_weights = next((each.dtype for each in model.parameters() if each.dtype.itemsize == 2), half_weights)
+        dtypes = (weight.dtype for weight in model.parameters())
+        half_weights = next((dtype for dtype in dtypes if dtype.itemsize == 2), half_weights)
+
     # A container may never be called, only its children. So they are converted with it.
     names = list(names)
     inside = {id(module): module for name in names for module in model.get_submodule(name).modules()}
+
+    # torch's attention reads the weights of its projections, and calls none of them.
     for name in names:
         parent = name.rpartition(".")[0]
         attention = model.get_submodule(parent)
@@ -59,6 +63,7 @@ def keep_fp32(
             raise FormatError(
                 f"{name} is never called: torch's attention uses its weights directly; name the whole module: {parent}"
             )
+
     for module in inside.values():
         # Not a closure, so that in a copy of the module it is the copy's own forward.
         forward = functools.partial(_fp32_forward, module.forward, device_type, half_weights)
@@ -80,12 +85,12 @@ def with_fp32_statistics(norm: nn.Module) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def mixed_forward(*args: Any, **kwargs: Any) -> Any:
-        own = {name: parameter for name, parameter in norm._parameters.items() if parameter is not None}
+        half = {name: parameter for name, parameter in norm._parameters.items() if parameter is not None}
         try:
-            norm._parameters.update({name: parameter.float() for name, parameter in own.items()})  # type: ignore[misc]
+            norm._parameters.update({name: parameter.float() for name, parameter in half.items()})  # type: ignore[misc]
             return forward(*args, **kwargs)
         finally:
-            norm._parameters.update(own)
+            norm._parameters.update(half)
 
     return mixed_forward
 

@@ -26,15 +26,15 @@ class Ledger:
     """Bytes by category over one optimizer step; the categories are defined at ``MemoryLedger``."""
 
     peak_bytes: int
-    """The most that was alive at one moment."""
+    """Most bytes that were alive at one moment."""
     peak_phase: str
-    """The phase of that moment: ``forward``, ``backward`` or ``optimizer`` (everything after the last backward)."""
+    """Phase of that moment: ``forward``, ``backward`` or ``optimizer`` (everything after the last backward)."""
     at_peak: dict[str, int]
     """Bytes of each category at that moment; they add up to ``peak_bytes``."""
     highest: dict[str, int]
-    """The most that each category held at any moment; the moments differ, so these add up to more."""
+    """Most bytes that each category held at any moment; the moments differ, so these add up to more."""
     half_at_peak: dict[str, int]
-    """The part of ``at_peak`` that is in floating-point dtypes of at most 16 bits."""
+    """Part of ``at_peak`` that is in floating-point dtypes of at most 16 bits."""
     largest: list[dict[str, Any]] = field(default_factory=list)
     """Largest tensors at that moment: ``name`` of the parameter, of the buffer or of the operator that made it, such as
     ``aten.addmm.default``, ``category``, ``shape``, ``dtype`` and ``bytes``."""
@@ -47,8 +47,8 @@ class Ledger:
                 now = self.at_peak[name]
                 rows.append((name, display.size(now), f"{self._share(now):.1%}", display.size(highest)))
         large = [
-            (display.size(each["bytes"]), each["category"], f"{each['dtype']} {each['shape']}", each["name"])
-            for each in self.largest
+            (display.size(row["bytes"]), row["category"], f"{row['dtype']} {row['shape']}", row["name"])
+            for row in self.largest
         ]
         peak = f"Peak {display.size(self.peak_bytes)}, reached in the {self.peak_phase} phase"
         tensors = ["Largest tensors at the peak:", display.columns(large)] if large else []
@@ -137,12 +137,14 @@ class MemoryLedger(TorchDispatchMode):
 
     def __enter__(self) -> MemoryLedger:
         """Start recording."""
+        # What is there already.
         self._mark_model_and_optimizer()
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None:
                 self._mark(parameter.grad, "gradients", name)
             if parameter.requires_grad:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._gradient_hook(name)))
+        # Hooks that say what a storage is, and when a forward pass begins.
         self._hooks.append(self._optimizer.register_step_pre_hook(self._mark_given_gradients))
         for module in self._model.modules():
             self._hooks.append(module.register_forward_pre_hook(self._enter_module, with_kwargs=True))
@@ -159,11 +161,13 @@ class MemoryLedger(TorchDispatchMode):
 
     def report(self) -> Ledger:
         """Find the peak and what was alive then. Call it after the ``with`` block."""
+        # What existed before the step comes first.
         events = [(block.bytes, block, "optimizer") for block in self._before] + self._events
         peak_index, highest = _highest(events)
         alive: dict[_Block, int] = {}
         for change, block, _ in events[: peak_index + 1]:
             alive[block] = alive.get(block, 0) + change
+        # By category, now that the category of every storage is known.
         at_peak, half = dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0)
         for block, size in alive.items():
             at_peak[block.category] += size
@@ -188,12 +192,14 @@ class MemoryLedger(TorchDispatchMode):
             self._phase = "backward"
         elif self._phase == "backward":
             self._phase = "optimizer"
+        # A storage that is seen for the first time as an input existed before.
         inputs = tensors((args, kwargs))
         for tensor in inputs:
             # A number in an expression is a tensor without dimensions: ignored.
             if tensor.dim() and self._find(tensor) is None:
                 category = "inputs" if self._phase == "forward" else "temporary"
                 self._add(tensor, category, "existed before", before=True)
+        # One that is seen as a result was made here, or has grown.
         result = func(*args, **(kwargs or {}))
         for tensor in tensors(result):
             block = self._find(tensor)
@@ -279,7 +285,7 @@ _ELSEWHERE = _Block(0, "inputs", "on another device", [], torch.uint8)
 
 
 def _highest(events: list[tuple[int, _Block, str]]) -> tuple[int, dict[str, int]]:
-    """Return the index of the event that reached the peak, and each category's own highest sum."""
+    """Return the index of the event that reached the peak, and the highest sum of each category."""
     total = peak = peak_index = 0
     now, highest = dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0)
     for index, (change, block, _) in enumerate(events):

@@ -13,7 +13,9 @@ def available_bytes(device: torch.device) -> int:
     """Return how much more this process could allocate: what the device, the machine and its own limits leave."""
     if device.type not in ("cpu", "mps"):
         return torch.accelerator.get_memory_info(device)[0]
+    # Of memory, the machine has this much, and the container or job may take that much.
     left = min([_machines_bytes(), *(limit - used for limit, used in control_groups())])
+    # Limits of the process itself, as ulimit sets them.
     with suppress(ImportError, OSError):  # Linux; elsewhere these limits mean little
         import resource
 
@@ -55,7 +57,7 @@ def control_groups(
 
     That is how Linux limits containers, services and batch jobs. File pages that can be dropped do not count as used.
     """
-    found = []
+    groups = []
     with suppress(OSError):
         for line in membership.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -67,8 +69,8 @@ def control_groups(
             for folder in dict.fromkeys([inner, *inner.parents, root]):
                 if folder.is_relative_to(root):
                     with suppress(OSError, ValueError, StopIteration):  # no limit, or no such file at the root
-                        found.append(_limit_and_use(folder, *names))
-    return found
+                        groups.append(_limit_and_use(folder, *names))
+    return groups
 
 
 _CGROUP_2 = ("memory.max", "memory.current", "inactive_file")

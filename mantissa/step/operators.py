@@ -39,14 +39,17 @@ class OperatorPolicy(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Every function of torch comes by here: the others are called as they are.
         if name_of(function) not in self.names:
             return function(*args, **kwargs)
+        # Inputs in fp32.
         given: list[torch.dtype] = []
         args = _cast(args, given)
         kwargs = {name: value if name == "out" else _cast(value, given) for name, value in kwargs.items()}
+        # The result in the dtype that the code around expects.
         kind, result = self.device_type, self.result
         if not kind:
-            kind = next((each.device.type for each in tensors((args, kwargs))), "cpu")
+            kind = next((tensor.device.type for tensor in tensors((args, kwargs))), "cpu")
             result = given[0] if given and not torch.is_autocast_enabled(kind) else None
         with torch.autocast(kind, enabled=False):
             output = function(*args, **kwargs)

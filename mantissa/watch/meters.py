@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mantissa.display import columns, listed
 from mantissa.step.updates import Counts, UpdateMeter, is_elementwise
 from mantissa.tensors import (
     changed_by,
@@ -23,12 +24,16 @@ from mantissa.tensors import (
     set_random_state,
     wide_dtype,
 )
-from mantissa.watch.setup import Listener, observing
+from mantissa.watch.hooks import Listener, observing
 
 _SAMPLE = 4096
 """Elements of a parameter whose updates are measured, at most."""
 _SMALL = 4096
 """Elements below which a tensor is sooner copied than read by a call of its own."""
+_NEAR = 1.0
+"""Bits below the largest number of a dtype that are worth a warning."""
+_FAR = 40.0
+"""Bits to overflow or underflow from which on they say nothing; fp16 has 40 in all."""
 
 
 class Measured(NamedTuple):
@@ -36,7 +41,7 @@ class Measured(NamedTuple):
 
     step: int
     loss: float
-    """The mean over the microbatches; NaN: not known."""
+    """Mean over the microbatches; NaN: not known."""
     skipped: int
     """Steps that the loss scaler has skipped so far."""
     lost: dict[str, Counts]
@@ -48,6 +53,55 @@ class Measured(NamedTuple):
     inside, and of each parameter's gradient (``NAME.grad``), with the loss scale, and after the loop's clipping."""
     underflow: dict[str, float]
     """Bits from the root mean square down to the smallest normal number of the dtype, of the same."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the measurement for any logger, as numbers by name."""
+        numbers = {"loss": self.loss, "skipped_steps": self.skipped}
+        numbers |= {f"lost_updates/{group}": counts.lost_share for group, counts in self.lost.items()}
+        numbers |= {f"weight_norm/{group}": norm for group, norm in self.weights.items()}
+        for name, bits in (("overflow", self.overflow), ("underflow", self.underflow)):
+            numbers[f"least_bits_to_{name}"] = min(bits.values(), default=math.nan)
+        return {f"precision/{name}": number for name, number in numbers.items()}
+
+    def harms(self, scaled: bool, known: Collection[str]) -> dict[tuple[str, ...], str]:
+        """Return what is harmful, as sentences with their cures, by the groups and tensors that each is about.
+
+        Args:
+            scaled: whether a scaler raises its scale until gradients overflow, which is no harm.
+            known: groups and tensors that are left out.
+        """
+        harms: dict[tuple[str, ...], str] = {}
+        for group, counts in self.lost.items():
+            if counts.loses_updates and group not in known:
+                share = f"{counts.lost_share:.0%} of the updates of parameter group {group}"
+                harms[(group,)] = f"{share} are lost, too small for the weights' dtype: keep fp32 weights."
+        near = [name for name, bits in self.overflow.items() if bits < _NEAR and name not in known]
+        if scaled:
+            near = [name for name in near if not name.endswith(".grad")]
+        if near:
+            cure = "compute there in fp32, or in bf16 in the place of fp16"
+            harms[tuple(near)] = f"{listed(near, 'tensor')} within a factor of 2 of their dtype's largest: {cure}."
+        return harms
+
+
+def side_by_side(first: Measured, last: Measured) -> str:
+    """Return two measurements as a table: of headroom, the three places in ``last`` that have the least."""
+    rows = [["", f"step {first.step}", f"step {last.step}"]]
+
+    def add(text: str, before: dict[str, float], now: dict[str, float], names: Collection[str]) -> None:
+        rows.extend([f"{text}{name}", f"{before.get(name, math.nan):.4g}", f"{now[name]:.4g}"] for name in names)
+
+    def lost(measured: Measured) -> dict[str, float]:
+        return {group: counts.lost_share for group, counts in measured.lost.items()}
+
+    add("loss", {"": first.loss}, {"": last.loss}, [""])
+    add("lost updates, group ", lost(first), lost(last), last.lost)
+    add("weight norm, group ", first.weights, last.weights, last.weights)
+    for name in ("overflow", "underflow"):
+        before, now = getattr(first, name), getattr(last, name)
+        least = sorted(now, key=now.__getitem__)[:3]
+        add(f"bits to {name}, ", before, now, [place for place in least if now[place] < _FAR])
+    return columns(rows)
 
 
 class Meters:
@@ -69,12 +123,12 @@ class Meters:
         self._updates: UpdateMeter | None = None
         self._named: list[tuple[str, nn.Parameter]] = []
         self._rows = torch.empty(3, 0)
-        """Of each of those: the gradient's largest element and its norm, with the loss scale, and the weight's norm."""
+        """Largest element and norm of the gradient of each of them, with the loss scale, and norm of the weight."""
         self._counts = torch.empty(0, len(Counts._fields))
-        """Of each parameter that ``_updates`` measures: see there."""
-        own = set(map(id, model.parameters()))
+        """Row of ``Counts`` of each parameter that ``_updates`` measures."""
+        weights = set(map(id, model.parameters()))
         alone = is_elementwise(type(optimizer).__name__)
-        self._measurable = alone and all(id(each) in own for each in changed_by(optimizer))  # no copies of weights
+        self._measurable = alone and all(id(changed) in weights for changed in changed_by(optimizer))  # and no copies
 
     @property
     def ready(self) -> bool:
@@ -83,9 +137,9 @@ class Meters:
 
     def begin(self) -> None:
         """Prepare for the forward passes of a step."""
-        leaves = ((name, each) for name, each in self._model.named_modules() if next(each.children(), None) is None)
-        for name, module in leaves if self._hooked else ():
-            self._hooks.callback(module.register_forward_hook(Listener(partial(self._returned, name))).remove)
+        for name, module in self._model.named_modules() if self._hooked else ():
+            if next(module.children(), None) is None:
+                self._hooks.callback(module.register_forward_hook(Listener(partial(self._returned, name))).remove)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -98,8 +152,9 @@ class Meters:
             if measurable(tensor) and tensor.numel() and tensor.requires_grad:
                 part = local(tensor.detach())
                 mean = torch.linalg.vector_norm(part, dtype=wide_dtype([part])) / math.sqrt(part.numel())
-                found = torch.stack([_largest(part), mean.float()])
-                self._outputs[name] = part.dtype, torch.maximum(found, self._outputs.get(name, (None, found))[1])
+                sizes = torch.stack([_largest(part), mean.float()])
+                before = self._outputs.get(name, (None, sizes))[1]  # of another pass, or another output
+                self._outputs[name] = part.dtype, torch.maximum(sizes, before)
 
     @torch.no_grad()
     def before(self, half: torch.dtype | None, scale: Tensor | None, factor: Tensor | None) -> None:
@@ -110,19 +165,21 @@ class Meters:
             scale: what gradients were multiplied by when they were computed, and are no longer; None: by nothing.
             factor: turns gradients into true ones; None: they are.
         """
-        named = [(name, each) for name, each in self._model.named_parameters() if measurable(each.grad)]
-        self._named = [(name, each) for name, each in named if local(each).numel()]
+        named = [(name, weight) for name, weight in self._model.named_parameters() if measurable(weight.grad)]
+        self._named = [(name, weight) for name, weight in named if local(weight).numel()]
         if not self._named:  # the optimizer is another model's, as Watch says
             return
         self._half = half
-        gradients = [local(each.grad) for _, each in self._named if each.grad is not None]
-        weights = [local(each) for _, each in self._named]
+        # Three numbers of each parameter, in one tensor on the device.
+        gradients = [local(weight.grad) for _, weight in self._named if weight.grad is not None]
+        weights = [local(weight) for _, weight in self._named]
         device = gradients[0].device
         norms = (torch._foreach_norm(tensors, dtype=wide_dtype(tensors)) for tensors in (gradients, weights))
-        rows = ([each.to(device).float() for each in row] for row in (map(_largest, gradients), *norms))
+        rows = ([number.to(device).float() for number in row] for row in (map(_largest, gradients), *norms))
         self._rows = torch.stack(list(map(torch.stack, rows)))
         if scale is not None:
             self._rows[:2] *= scale.to(device)
+        # The update that the optimizer would make in fp32 is compared with its own, in ``after``.
         if self._measurable:
             self._updates = UpdateMeter(self._model, self._optimizer, half, sample=_SAMPLE)  # layers may be new
             self._updates.before(factor)
@@ -145,9 +202,10 @@ class Meters:
         """Return a function that reads the measurement, once the device is done with it."""
         self.close()
         device = next(self._model.parameters()).device
-        mean = torch.stack([each.real.float().to(device) for each in losses] or [torch.tensor(math.nan)]).mean()
-        largest = [found for _, found in self._outputs.values()]
-        parts = [each.to(device).flatten() for each in (mean, *largest, self._rows, self._counts)]
+        mean = torch.stack([loss.real.float().to(device) for loss in losses] or [torch.tensor(math.nan)]).mean()
+        # All numbers go to the host in one copy, which nobody waits for.
+        outputs = [sizes for _, sizes in self._outputs.values()]
+        parts = [numbers.to(device).flatten() for numbers in (mean, *outputs, self._rows, self._counts)]
         kinds = [(name, dtype) for name, (dtype, _) in self._outputs.items()]
         sizes = [1, 2 * len(kinds), self._rows.numel(), self._counts.numel()]
         flat = torch.cat(parts).to("cpu", non_blocking=True)
@@ -168,20 +226,22 @@ class Meters:
         mean, outputs, rows, counts = flat.split(sizes)
         overflow, underflow = {}, {}
 
-        def add(name: str, dtype: torch.dtype, largest: float, mean_square: float) -> None:
+        def add(name: str, dtype: torch.dtype, largest: float, rms: float) -> None:
             limits = torch.finfo(dtype)
-            if 0 < largest < math.inf and mean_square > 0:
+            if 0 < largest < math.inf and rms > 0:
                 overflow[name] = math.log2(limits.max) - math.log2(largest)
-                underflow[name] = math.log2(mean_square) - math.log2(limits.smallest_normal)
+                underflow[name] = math.log2(rms) - math.log2(limits.smallest_normal)
 
-        for (name, dtype), found in zip(kinds, outputs.view(-1, 2).tolist(), strict=True):
-            add(name, dtype, *found)
+        # Headroom of outputs and gradients, and the norm of the weights by group.
+        for (name, dtype), (largest, rms) in zip(kinds, outputs.view(-1, 2).tolist(), strict=True):
+            add(name, dtype, largest, rms)
         numbered = enumerate(self._optimizer.param_groups)
-        groups = {id(each): str(group.get("name", number)) for number, group in numbered for each in group["params"]}
+        groups = {id(weight): str(group.get("name", at)) for at, group in numbered for weight in group["params"]}
         squares: defaultdict[str, float] = defaultdict(float)
-        for (name, each), (largest, norm, size) in zip(named, rows.view(3, -1).T.tolist(), strict=True):
-            add(f"{name}.grad", self._half or each.dtype, largest, norm / math.sqrt(local(each).numel()))
-            squares[groups.get(id(each), "none")] += size * size
+        for (name, weight), (largest, norm, size) in zip(named, rows.view(3, -1).T.tolist(), strict=True):
+            add(f"{name}.grad", self._half or weight.dtype, largest, norm / math.sqrt(local(weight).numel()))
+            squares[groups.get(id(weight), "none")] += size * size
+        # Of updates a sample was counted, which stands for the whole parameter.
         lost: dict[str, Counts] = {}
         if updates is not None and len(counts):
             whole = counts.view(-1, len(Counts._fields)) * updates.weights()[:, None]
@@ -198,21 +258,21 @@ def are_finite(gradients: list[Tensor], device: torch.device, now: bool) -> Tens
 
     On a CPU a sum takes a fifth of the time of a maximum; where it is not finite, that decides.
     """
-    parts = [part for each in gradients if (part := _values(local(each))).numel()]
+    parts = [part for gradient in gradients if (part := _values(local(gradient))).numel()]
     if not parts:
         return torch.ones((), dtype=torch.bool, device=device)
     if device.type == "cpu":
         small: list[Tensor] = []
         large: list[Tensor] = []
-        for each in parts:
-            (small if each.numel() < _SMALL and each.dtype == torch.float32 else large).append(each)
+        for part in parts:
+            (small if part.numel() < _SMALL and part.dtype == torch.float32 else large).append(part)
         large += [torch._utils._flatten_dense_tensors(small)] if small else []  # one call in the place of many
         if now:
-            return all(math.isfinite(each.sum().item()) or finite(each) for each in large)
-        norms = [bound.abs() for each in large for bound in torch.aminmax(each)]
+            return all(math.isfinite(part.sum().item()) or finite(part) for part in large)
+        norms = [bound.abs() for part in large for bound in torch.aminmax(part)]
     else:
         norms = list(torch._foreach_norm(parts, math.inf, dtype=wide_dtype(parts)))
-    return torch.stack([each.to(device) for each in norms]).max() < math.inf
+    return torch.stack([norm.to(device) for norm in norms]).max() < math.inf
 
 
 def _values(tensor: Tensor) -> Tensor:

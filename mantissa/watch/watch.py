@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import count
 from numbers import Number
 from pathlib import Path
 from typing import Any
@@ -15,67 +14,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp.grad_scaler import OptState
-from torch.utils._pytree import tree_map_only
 
-from mantissa.display import columns, counted, listed
+from mantissa.display import counted
 from mantissa.doctor.diagnosis import SWEEP
 from mantissa.doctor.examine import PRECISIONS, Report, examine
 from mantissa.errors import FormatError, NotFiniteError, UsageError, check_type, described
 from mantissa.formats import FORMATS, TF32, computing_in, format_name
 from mantissa.step.loop import Loss
-from mantissa.tensors import NotedState, changed_by, finite, local, numbers_in, tensors
-from mantissa.watch.meters import Measured, Meters, are_finite
-from mantissa.watch.setup import FirstStep, Listener, Setup, observing, policies, read_setup, refuses_to_unscale
+from mantissa.tensors import changed_by, finite, numbers_in
+from mantissa.watch.hooks import Listener, observing
+from mantissa.watch.meters import Measured, Meters, are_finite, side_by_side
+from mantissa.watch.passes import Pass, WatchedStep, call, loss_in, unwrapped
+from mantissa.watch.scale import LossScale
+from mantissa.watch.setup import FirstStep, Setup, policies, read_setup, refuses_to_unscale
+from mantissa.watch.snapshot import Snapshot
 
 SKIPS = 10
 """Steps that a loss scaler skips one after another before that is a failure."""
-_NEAR = 1.0
-"""Bits below the largest number of a dtype that are worth a warning."""
-_FAR = 40.0
-"""Bits to overflow or underflow from which on they say nothing; fp16 has 40 in all."""
-
-
-Kept = tuple[Tensor, Tensor, int]
-"""A weight or a buffer, this rank's part of it as it was, and how often it had been changed at the start."""
-
-
-class _Pass:
-    """A forward pass: what it takes in, for its replay, and the loss that the model returned."""
-
-    def __init__(self, number: int, batch: Any, generators: NotedState) -> None:
-        if any(each.requires_grad for each in tensors(batch)):  # else it would keep the graph of another model
-            batch = tree_map_only(Tensor, Tensor.detach, batch)
-        self.number, self.batch, self.generators = number, batch, generators
-        self.loss: Tensor | None = None
-
-
-@dataclass
-class _Step:
-    """A step: what it takes in, for its replay, and its outcome, which the host may not know yet."""
-
-    began: tuple[int, int] | None = None
-    """How often it was updated, and a weight was changed, when its passes began; None: they did not begin."""
-    passes: list[_Pass] = field(default_factory=list)
-    """Those that count: whose backward pass ran, or that were given to ``keep``."""
-    sound: Any = None
-    """Whether the gradients are finite; None: they were not looked at."""
-    skipped: Tensor | None = None
-    """Whether a fused optimizer skips it; None: there is none."""
-    updates: int = 0
-    """How often the optimizer has stepped."""
-    number: int = field(init=False)
-    flags: Any = field(init=False)
-    """On the host: whether gradients are finite, whether losses are, whether the step was skipped, the loss scale."""
-    event: Any = None
-    """Event after which the device is done with it; None: it is."""
-    read: Callable[[], Measured] | None = None
-    """Returns the measurement; None: the step was not measured."""
-
-    @property
-    def losses(self) -> list[Tensor]:
-        """Losses that the model returned."""
-        return [each.loss for each in self.passes if each.loss is not None]
 
 
 class Watch:
@@ -126,7 +81,8 @@ class Watch:
         build: Callable[[], nn.Module] | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
-        inner = getattr(optimizer, "optimizer", optimizer)
+        # Arguments that cannot work are refused before anything is hooked.
+        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's and Lightning's wrap torch's
         trains = isinstance(model, nn.Module) and next(model.parameters(), None) is not None
         check_type("model", model, trains, "a module with parameters")
         check_type("optimizer", optimizer, isinstance(inner, torch.optim.Optimizer), "an optimizer of torch")
@@ -138,63 +94,56 @@ class Watch:
             raise UsageError(f"precision={precision!r} is unknown; use one of {', '.join(FORMATS)}")
         if on_failure not in ("raise", "warn"):
             raise UsageError(f"on_failure={on_failure!r} is unknown; use 'raise' or 'warn'")
+        self._every, self._loss, self._say = every, loss, say
+        self._folder, self._raises, self._build = Path(folder), on_failure == "raise", build
+
+        # The loop, without the wrappers of libraries.
         self.model = unwrapped(model)
-        self._scaler: Any = scaler if scaler is not None else getattr(optimizer, "scaler", None)  # accelerate's has one
-        self._gradient_state = getattr(optimizer, "gradient_state", None)
         self.optimizer: torch.optim.Optimizer = inner
-        self._every, self._loss = every, loss
-        self._folder, self._on_failure, self._build, self._say = Path(folder), on_failure, build, say
+        self._scale = LossScale(scaler if scaler is not None else getattr(optimizer, "scaler", None), inner)
+        self._gradient_state = getattr(optimizer, "gradient_state", None)  # accelerate's, which counts microbatches
         modules = [model, *model.modules()]
         self.compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in modules)
         self._device = next(self.model.parameters()).device
-        self._on_cpu = self._device.type == "cpu"
-        self._sharded = any(hasattr(each, "to_local") for each in self.model.parameters())
         self._ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self._later = not self._on_cpu if keep_weights is None else keep_weights
-        trained = [each for each in changed_by(self.optimizer) if each.requires_grad]
-        self._probe = next(iter(trained), next(self.model.parameters()))
-        """A weight that every step changes."""
-        self._changes: int | None = None
-        """How often that had been changed when ``step`` was called last."""
-        with torch.no_grad():
-            self._bad = torch.zeros((), dtype=torch.bool, device=self._device)
-            self._weights: list[Kept] = [(each, local(each).clone(), 0) for each in trained if self._later]
-            self._buffers: list[Kept] = [(each, local(each).clone(), each._version) for each in self.model.buffers()]
+
+        # What is known of it. On an accelerator the host learns of a step when the device is done with it.
+        on_cpu = self._device.type == "cpu"
+        self._start = Snapshot(self.model, inner, later=not on_cpu if keep_weights is None else keep_weights)
+        self._now = WatchedStep()
+        self._waiting: deque[WatchedStep] = deque()
         self.number = 0
         """Number of the last optimizer step."""
         self.skipped = 0
+        """Number of steps that the loss scaler has skipped."""
+        self._skipped_in_a_row = 0
         self.setup: Setup | None = None
         self.history: list[Measured] = []
         """Measurements of all metered steps."""
-        self._in_a_row = 0
-        self._returns_loss = False
-        self._parts = False
-        """Whether the losses of passes are parts of the step's, divided by the targets of all, as transformers'."""
-        self._waiting: deque[_Step] = deque()
-        self._warned: set[str] = set()
-        self._now = _Step()
-        self._passes = 0
-        self._entered: _Pass | None = None
-        """The forward pass that has not returned yet."""
-        self._stepping_now = self._looked = False
-        """Whether the optimizer is in its step, and whether its gradients were looked at before it."""
-        self._scales: Any = getattr(self._scaler, "_per_optimizer_states", None)
-        """What the scaler kept of its optimizers when ``step`` was called last; each of its updates begins anew."""
-        self._counted: Any = None
-        """What of that was counted as a step."""
-        self._others: Any = None
-        """State of numpy's and Python's generators where a step leaves them alone; None: it may draw from them."""
-        self._first = FirstStep(self.model, self.optimizer, self._scaler, not self.compiled, self._not_measured)
-        self.meters = Meters(self.model, self.optimizer, not self.compiled, self._not_measured)
-        if every == 1:
-            self.meters.begin()
+        self._told: set[str] = set()
         self._watching = True
         """Whether no step has failed yet, and the loop has not ended."""
-        if self._scaling and (refused := refuses_to_unscale(self.optimizer)):
+        self._changes: int | None = None
+        """Number of changes of the weights when ``step`` was called last."""
+
+        # Forward passes are numbered as they begin: their backward passes, which make them count, run the other way.
+        self._numbers = count(1)
+        self._entered: Pass | None = None
+        """Forward pass that has not returned yet."""
+        self._returns_loss = False
+
+        # The first step is looked at closely, every so many steps one is measured.
+        self._first = FirstStep(self.model, inner, self._scale, not self.compiled, self._not_measured)
+        self.meters = Meters(self.model, inner, not self.compiled, self._not_measured)
+        if every == 1:
+            self.meters.begin()
+        if self._scale.enabled and (refused := refuses_to_unscale(inner)):
             self._say(refused)
+
+        # Hooks on the optimizer and on the model as the loop calls it; inside of it are those of the first step.
         self._hooks = ExitStack()
-        self._hooks.callback(self.optimizer.register_step_pre_hook(Listener(self._stepping)).remove)
-        self._hooks.callback(self.optimizer.register_step_post_hook(Listener(self._stepped)).remove)
+        self._hooks.callback(inner.register_step_pre_hook(Listener(self._stepping)).remove)
+        self._hooks.callback(inner.register_step_post_hook(Listener(self._stepped)).remove)
         forward, returned = Listener(self._forward), Listener(self._returned)
         if model._compiled_call_impl is None:
             before = model.register_forward_pre_hook(forward, prepend=True, with_kwargs=True)
@@ -216,6 +165,8 @@ class Watch:
         model._compiled_call_impl = call
         self._hooks.callback(setattr, model, "_compiled_call_impl", compiled)
 
+    # A forward pass: what it takes in is kept, and counts once its backward pass runs.
+
     def keep(self, batch: Any) -> Any:
         """Keep a microbatch for ``loss``, before its forward pass, and return it."""
         self._keep(batch)
@@ -226,20 +177,12 @@ class Watch:
         kept = self._pass(batch)
         self._now.passes.append(kept)
 
-    def _pass(self, batch: Any) -> _Pass:
-        now, start = self._now, (self._now.updates, self._version)
+    def _pass(self, batch: Any) -> Pass:
+        now, start = self._now, (self._now.updates, self._start.version)
         if now.began != start:  # the passes before it are those of an update that was not said to be a step
             now.began, now.passes = start, []
-            if self._buffers:
-                self._save(self._buffers)
-            if self._metered:
-                self._others = None
-        self._passes += 1
-        return _Pass(self._passes, batch, NotedState(self._device, self._others))
-
-    @property
-    def _version(self) -> int:
-        return 0 if self._sharded else self._probe._version
+            self._start.begin(anew=self._metered)
+        return Pass(next(self._numbers), batch, self._start.generators())
 
     @property
     def _metered(self) -> bool:
@@ -248,7 +191,7 @@ class Watch:
     @observing
     def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
-            self._parts = "num_items_in_batch" in kwargs
+            self._now.parts = "num_items_in_batch" in kwargs
             if self.number == 0 and torch.is_autocast_enabled(self._device.type):
                 self._first.autocast.setdefault("", torch.get_autocast_dtype(self._device.type))
             if self._loss is None:
@@ -264,116 +207,85 @@ class Watch:
             self._returns_loss, entered.loss = True, loss.detach()
         held = [entered]
 
-        def count(gradients: Any) -> None:
+        def count_pass(gradients: Any) -> None:
             while held:  # the graph may outlive the step
                 self._now.passes.append(held.pop())
 
-        nodes = {each.grad_fn for each in ([loss] if loss is not None else numbers_in(output))} - {None}
+        nodes = {number.grad_fn for number in ([loss] if loss is not None else numbers_in(output))} - {None}
         for node in nodes:
-            node.register_prehook(count)  # type: ignore[union-attr]
+            node.register_prehook(count_pass)  # type: ignore[union-attr]
         if not nodes:  # who knows what is in the output
-            count(None)
+            count_pass(None)
 
-    @torch.no_grad()
-    def _save(self, tensors: list[Kept]) -> None:
-        """Copy what a step starts from, unless an earlier step was bad: the host need not know that yet."""
-        if not self._later:
-            torch._foreach_copy_([kept for _, kept, _ in tensors], [local(tensor) for tensor, _, _ in tensors])
-        for tensor, kept, _ in tensors if self._later else ():
-            torch.where(self._bad, kept, local(tensor.detach()), out=kept)
-
-    def _save_weights(self) -> None:
-        if self._later:
-            known = {id(each) for each, _, _ in self._weights}
-            self._save(self._weights)
-            added = [each for each in changed_by(self.optimizer) if each.grad is not None and id(each) not in known]
-            self._weights += [(each, local(each).detach().clone(), 0) for each in added]
+    # An update: gradients are looked at before it, so that a bad one can be stopped.
 
     @observing
     def _stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._stepping_now, self._looked = True, False
-        if all(each is None for each in (*args[1:], kwargs.get("closure"))):  # else it computes gradients in its step
+        self._now.updating, self._now.looked = True, False
+        if all(given is None for given in (*args[1:], kwargs.get("closure"))):  # a closure computes gradients later
             self.before_update()
 
     @observing
     @torch.no_grad()
     def before_update(self) -> None:
         """Look at the gradients. The optimizer calls it, but where its ``step`` is given a closure."""
-        now, self._looked = self._now, True
+        now = self._now
+        now.looked = True
         if self.setup is None:
             self._first.before_update()
         if self._metered and now.passes:
-            self._others = now.passes[0].generators.unchanged()
-        self._save_weights()
-        gradients = [gradient for each in changed_by(self.optimizer) if (gradient := each.grad) is not None]
+            self._start.compare(now.passes[0].generators)
+        self._start.take_weights()
+        gradients = [weight.grad for weight in changed_by(self.optimizer) if weight.grad is not None]
         now.skipped = getattr(self.optimizer, "found_inf", None)
-        self._judge(are_finite(gradients, self._device, not self._later))
+        self._judge(are_finite(gradients, self._device, not self._start.later))
         if self._watching and (self.number + 1) % self._every == 0 and gradients:
             left = getattr(self.optimizer, "grad_scale", None)  # what a fused optimizer divides by
-            scale = self._scaler._scale if self._scaling and left is None else None
+            scale = self._scale.tensor if left is None else None
             self.meters.before(self.half, scale, None if left is None else left.reciprocal())
 
     def _judge(self, sound: Tensor | bool) -> None:
         """Take in whether an update is sound; a scaler skips it where it is not."""
         now = self._now
-        if self._scaling or now.skipped is not None:  # ranks may skip apart
+        if self._scale.enabled or now.skipped is not None:  # ranks may skip apart
             now.sound = sound
             return
         now.sound = self._agreed(sound)
-        if self._later:
-            self._bad |= torch.logical_not(now.sound)
+        if self._start.later:
+            self._start.judge(now.sound)
         elif not now.sound:
             self.number = now.number = self.number + 1
             self._fail("a gradient is not finite" if self._finite(now.losses) else "the loss is not finite", now)
 
+    def _agreed(self, sound: Tensor | bool) -> Tensor | bool:
+        """Return whether it is so on all ranks, of which each has a part, so that all stop at the same step."""
+        if not self._ranks or not self._start.sharded:  # then gradients are summed, or ranks have nothing in common
+            return sound
+        least = torch.as_tensor(sound, dtype=torch.float32, device=self._device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        return least > 0
+
+    def _finite(self, losses: list[Tensor]) -> Any:
+        if not self._start.later:
+            return all(map(finite, losses))
+        return torch.stack([loss.to(self._device).isfinite().all() for loss in losses] or [self._start.good]).all()
+
     @observing
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         now = self._now
-        if not self._stepping_now:  # it was the step of a base class, in that of the optimizer
+        if not now.updating:  # it was the step of a base class, in that of the optimizer
             return
-        self._stepping_now = False
+        now.updating = False
         now.updates += 1
-        if not self._looked:  # its gradients, and so its weights, are those of the closure
+        if not now.looked:  # its gradients, and so its weights, are those of the closure
             now.skipped = None
-            self._judge(are_finite([each.detach() for each in changed_by(optimizer)], self._device, not self._later))
-            self._save_weights()
+            weights = [weight.detach() for weight in changed_by(optimizer)]
+            self._judge(are_finite(weights, self._device, not self._start.later))
+            self._start.take_weights()
         elif (self.number + 1) % self._every == 0 and self.meters.ready:
             self.meters.after(self.number + 1, now.sound if now.skipped is None else now.skipped == 0)
 
-    @property
-    def _scaling(self) -> bool:
-        return self._scaler is not None and bool(self._scaler.is_enabled())
-
-    @property
-    def effective(self) -> str:
-        """The name of the format that the forward pass was seen to compute in."""
-        seen = {each for each in self._first.autocast.values() if each}
-        seen |= {policy.param_dtype for policy, _ in policies(self.model) if policy.param_dtype}
-        stored = {each.dtype for each in changed_by(self.optimizer) if each.requires_grad}
-        half, held = ([each for each in (torch.bfloat16, torch.float16) if each in them] for them in (seen, stored))
-        if half:
-            return computing_in(half[0], torch.float32)
-        if self._precision in PRECISIONS and (self.compiled or FORMATS[self._precision].number is TF32):
-            return self._precision
-        return computing_in(None, held[0] if held else torch.float32)
-
-    @property
-    def half(self) -> torch.dtype | None:
-        """The 16-bit dtype of ``effective``; None: it has 32 bits."""
-        return FORMATS[self.effective].half
-
-    def _finite(self, losses: list[Tensor]) -> Any:
-        if not self._later:
-            return all(map(finite, losses))
-        return torch.stack([each.to(self._device).isfinite().all() for each in losses] or [~self._bad]).all()
-
-    def _agreed(self, sound: Tensor | bool) -> Tensor | bool:
-        """Return whether it is so on all ranks, of which each has a part, so that all stop at the same step."""
-        if not self._ranks or not self._sharded:  # then gradients are summed, or ranks have nothing in common
-            return sound
-        found = torch.as_tensor(sound, dtype=torch.float32, device=self._device)
-        dist.all_reduce(found, op=dist.ReduceOp.MIN)
-        return found > 0
+    # A step: its outcome is put together on the device, and learnt of when that is done with it.
 
     @observing
     @torch.no_grad()
@@ -387,24 +299,29 @@ class Watch:
             NotFiniteError: an update, or on an accelerator one shortly before, was not finite.
             UsageError: ``loss`` has no batches in the first step.
         """
+        # Whether it was a step: the optimizer has stepped, or its scaler has skipped it.
         now, self._entered = self._now, None
-        tried, changes, self._changes = self._scaler_tried(), self._changes, self._version
+        tried, changes, self._changes = self._scale.stepped(), self._changes, self._start.version
         syncs = getattr(self._gradient_state, "sync_gradients", True)
         if not self._watching or not syncs or not (now.updates or tried):
-            if self._watching and changes not in (None, self._version):
+            if self._watching and changes not in (None, self._start.version):
                 self._once("The optimizer did not step, and weights have changed: give a new optimizer a new Watch.")
             return  # it failed before, or gradients are still added up
         if self._loss is not None and not now.passes and not self.number:
             raise UsageError("Watch(loss=…) is given no batches; call watch.keep(batch) before each forward pass")
         self.number = now.number = self.number + 1
+
+        # Its outcome: a copy is on its way to the host, and nobody waits for it.
         if not isinstance(loss, (Tensor, Number)):
             loss = loss_in(loss)  # given what the model returns
         losses = now.losses if loss is None else [loss.detach() if isinstance(loss, Tensor) else torch.as_tensor(loss)]
         skipped = not now.updates if now.skipped is None else now.skipped
-        scale = getattr(self._scaler, "_scale", None) if self._scaling else None
+        scale = self._scale.tensor
         flags = [now.sound is None or now.sound, self._finite(losses), skipped, 1.0 if scale is None else scale]
-        now.flags = self._on_host(flags) if self._later else list(map(float, flags))
-        whole = [torch.stack(losses).sum()] if self._parts and losses else losses
+        now.flags = self._on_host(flags) if self._start.later else list(map(float, flags))
+
+        # Its measurement; the hooks of the next one.
+        whole = [torch.stack(losses).sum()] if now.parts and losses else losses
         if self.number % self._every == 0:
             read = self.meters.end(self.number, whole, self.skipped)
             now.read = read if now.updates else None
@@ -413,107 +330,90 @@ class Watch:
             self._state_setup()
         if (self.number + 1) % self._every == 0:
             self.meters.begin()
+
+        # The steps that the device is done with.
         now.event = self._mark()
         self._waiting.append(now)
-        self._now = _Step()
+        self._now = WatchedStep()
         while self._waiting and (self._waiting[0].event is None or self._waiting[0].event.query()):
             self._learn(self._waiting.popleft())
 
-    def _scaler_tried(self) -> bool:
-        """Return whether the scaler was asked for a step since the last call, which it may have skipped."""
-        before, self._scales = self._scales, getattr(self._scaler, "_per_optimizer_states", None)
-        for scales in (before, self._scales) if self._scaling else ():  # it may be updated after this call
-            stage = scales.get(id(self.optimizer), {}).get("stage")
-            if stage is OptState.STEPPED and scales is not self._counted:
-                self._counted = scales
-                return True
-        return False
-
     def _on_host(self, flags: list[Any]) -> Tensor:
         scalars = [
-            torch.full((), each, device=self._device) if not isinstance(each, Tensor) else each.reshape(())
-            for each in flags
+            flag.reshape(()) if isinstance(flag, Tensor) else torch.full((), flag, device=self._device)
+            for flag in flags
         ]
-        return torch.stack([each.float() for each in scalars]).to("cpu", non_blocking=True)
+        return torch.stack([scalar.float() for scalar in scalars]).to("cpu", non_blocking=True)
 
     def _mark(self) -> Any:
         """Return an event after which the device is done with this step; None: it is."""
-        return None if self._on_cpu else torch.accelerator.current_stream(self._device).record_event()
+        return None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device).record_event()
 
     def _state_setup(self) -> None:
         self._first.close()
-        self._buffers = [each for each in self._buffers if each[0]._version != each[2]]
+        self._start.forget_constants()
         self.setup = read_setup(self._first, self._precision)
         if not self._ranks or dist.get_rank() == 0:
             self._say(str(self.setup))
 
-    def _learn(self, step: _Step) -> None:
+    def _learn(self, step: WatchedStep) -> None:
         """Take in the outcome of a step."""
         gradients, loss, skipped, scale = step.flags if isinstance(step.flags, list) else step.flags.tolist()
         self.skipped += bool(skipped)
-        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if step.read is not None:
             self.history.append(step.read())
             self._warn(self.history[-1])
         if not gradients and not skipped:
             self._fail("a gradient is not finite" if loss else "the loss is not finite", step)
-        elif self._in_a_row >= SKIPS and (scale <= 1 or not loss):  # else it comes down from a high scale
-            self._fail(f"the loss scaler skipped {self._in_a_row} steps in a row", step)
+        elif self._skipped_in_a_row >= SKIPS and (scale <= 1 or not loss):  # else it comes down from a high scale
+            self._fail(f"the loss scaler skipped {self._skipped_in_a_row} steps in a row", step)
         elif not loss:
             self._once("The loss is not finite, but the update is: the training goes on.")
 
+    # What is told.
+
+    @property
+    def effective(self) -> str:
+        """The name of the format that the forward pass was seen to compute in."""
+        seen = {dtype for dtype in self._first.autocast.values() if dtype}
+        seen |= {policy.param_dtype for policy, _ in policies(self.model) if policy.param_dtype}
+        stored = {weight.dtype for weight in changed_by(self.optimizer) if weight.requires_grad}
+        half, held = ([half for half in (torch.bfloat16, torch.float16) if half in given] for given in (seen, stored))
+        if half:
+            return computing_in(half[0], torch.float32)
+        if self._precision in PRECISIONS and (self.compiled or FORMATS[self._precision].number is TF32):
+            return self._precision
+        return computing_in(None, held[0] if held else torch.float32)
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """The 16-bit dtype of ``effective``; None: it has 32 bits."""
+        return FORMATS[self.effective].half
+
     def _once(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
+        if text not in self._told:
+            self._told.add(text)
             self._say(f"step {self.number}: {text}")
 
-    def _warn(self, now: Measured) -> None:
+    def _warn(self, measured: Measured) -> None:
         """Say what is harmful in a measurement, and was not said yet."""
-        lost = {name: counts for name, counts in now.lost.items() if counts.loses_updates and name not in self._warned}
-        near = [name for name, bits in now.overflow.items() if bits < _NEAR and name not in self._warned]
-        if self._scaling:  # a scaler raises its scale until gradients overflow
-            near = [name for name in near if not name.endswith(".grad")]
-        self._warned |= {*lost, *near}
-        for name, counts in lost.items():
-            share = f"{counts.lost_share:.0%} of the updates of parameter group {name}"
-            self._say(f"step {now.step}: {share} are lost, too small for the weights' dtype: keep fp32 weights.")
-        if near:
-            cure = "compute there in fp32, or in bf16 in the place of fp16"
-            self._say(
-                f"step {now.step}: {listed(near, 'tensor')} within a factor of 2 of their dtype's largest: {cure}."
-            )
+        for places, harm in measured.harms(self._scale.enabled, self._told).items():
+            self._told.update(places)
+            self._say(f"step {measured.step}: {harm}")
 
     def __str__(self) -> str:
         """Return the first and the last measurement beside each other."""
+        began = f"{counted(self.number, 'step')}, {self.skipped} skipped"
         if not self.history:
-            return f"{counted(self.number, 'step')}, {self.skipped} skipped, none measured (every={self._every})"
-        rows = [["", *(f"step {each.step}" for each in (self.history[0], self.history[-1]))]]
-        for text, values in (
-            ("loss", lambda each: {"": each.loss}),
-            ("lost updates, group ", lambda each: {name: counts.lost_share for name, counts in each.lost.items()}),
-            ("weight norm, group ", lambda each: each.weights),
-            ("bits to overflow, ", lambda each: each.overflow),
-            ("bits to underflow, ", lambda each: each.underflow),
-        ):
-            first, last = values(self.history[0]), values(self.history[-1])
-            near = [name for name in sorted(last, key=last.__getitem__)[:3] if last[name] < _FAR]
-            names = near if "bits" in text else list(last)
-            rows += [[f"{text}{name}", f"{first.get(name, math.nan):.4g}", f"{last[name]:.4g}"] for name in names]
-        return f"{counted(self.number, 'step')}, {self.skipped} skipped\n{columns(rows)}"
+            return f"{began}, none measured (every={self._every})"
+        return f"{began}\n{side_by_side(self.history[0], self.history[-1])}"
 
     def metrics(self) -> dict[str, float]:
         """Return the last measurement for any logger, as numbers by name; empty before the first."""
-        if not self.history:
-            return {}
-        last = self.history[-1]
-        found = {"loss": last.loss, "skipped_steps": last.skipped}
-        found |= {f"lost_updates/{group}": counts.lost_share for group, counts in last.lost.items()}
-        found |= {f"weight_norm/{group}": norm for group, norm in last.weights.items()}
-        found |= {
-            f"least_bits_to_{name}": min(getattr(last, name).values(), default=math.nan)
-            for name in ("overflow", "underflow")
-        }
-        return {f"precision/{name}": value for name, value in found.items()}
+        return self.history[-1].metrics() if self.history else {}
+
+    # The end.
 
     @observing
     def close(self) -> None:
@@ -540,12 +440,12 @@ class Watch:
         self.meters.close()
         self._hooks.close()
         self._waiting.clear()
-        self._now = _Step()
+        self._now = WatchedStep()
         self._watching = False
 
-    def _fail(self, reason: str, step: _Step) -> None:
+    def _fail(self, reason: str, step: WatchedStep) -> None:
         """Replay a step, say what is found, and raise or warn."""
-        self._remove()
+        self._remove()  # first of all: the replay is not watched
         rank = f"rank{dist.get_rank()}" if self._ranks else ""
         began = f"step {step.number}: {reason}" + (f" ({rank}, which replays its own batches)" if rank else "")
         try:
@@ -554,35 +454,33 @@ class Watch:
             ended = f"{began}; the step cannot be replayed: {error}"
         else:
             page = report.write(self._folder / rank, "mantissa.Watch(…)")
-            notes = {
+            differences = {
                 "the run is compiled, and its replay is eager": self.compiled,
                 "the loss is not known: give Watch(loss=…)": self._loss is None and not self._returns_loss,
-                "the replay has the weights of after the update": step.updates > 0 and not self._later,
+                "the replay has the weights of after the update": step.updates > 0 and not self._start.later,
             }
-            said = [f"note: {note}" for note, holds in notes.items() if holds]
-            self._say("\n".join([began, str(report), *said, f"written to {page}"]))
-            found = ["its replay is finite"]
+            notes = [f"note: {difference}" for difference, holds in differences.items() if holds]
+            self._say("\n".join([began, str(report), *notes, f"written to {page}"]))
+            cause = ["its replay is finite"]
             if report.findings and not report.diagnosis.finite:
-                found = report.findings[0].parts
-            ended = "; ".join([began, *found, f"see {page}"])
-        if self._on_failure == "raise":
+                cause = report.findings[0].parts
+            ended = "; ".join([began, *cause, f"see {page}"])
+        if self._raises:
             raise NotFiniteError(ended)
         warnings.warn(ended, stacklevel=2)
 
-    def _replay(self, step: _Step) -> Report:
-        if not self._on_cpu and not self._later:
-            raise FormatError("the weights before it are gone; keep them with Watch(keep_weights=True)")
-        passes = sorted(step.passes, key=lambda each: each.number)
+    def _replay(self, step: WatchedStep) -> Report:
+        passes = sorted(step.passes, key=lambda kept: kept.number)
         if not passes:
             raise FormatError("no forward pass of the model was seen; give Watch the model that the loop calls")
-        with self._before_the_step():
-            model = self._gathered() if self._sharded else self.model
+        with self._start.given_back(self._build) as model:
             known = set(map(id, model.parameters()))
-            whole = not self._later and all(id(each) in known for each in changed_by(self.optimizer))
+            # An optimizer's state fits its weights only where both are from before the update, and are the model's.
+            whole = not self._start.later and all(id(weight) in known for weight in changed_by(self.optimizer))
             return examine(
                 model,
                 self._loss or call,
-                [each.batch for each in passes],
+                [kept.batch for kept in passes],
                 self.effective,
                 self.optimizer if whole else None,
                 accumulate=len(passes),
@@ -591,58 +489,3 @@ class Watch:
                 failed=True,
                 checks=(SWEEP, "manifest", "range", "islands"),
             )
-
-    def _gathered(self) -> nn.Module:
-        """Return the model that FSDP2 sharded, whole, on every rank."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-        if self._build is None:
-            raise FormatError("FSDP2 shards its weights; give Watch(build=…), which returns the model before that")
-        state = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True))
-        model = self._build().to(self._device).train(self.model.training)
-        model.load_state_dict(state)
-        return model
-
-    @contextmanager
-    def _before_the_step(self) -> Iterator[None]:
-        """Give the model the weights and buffers from before the step, and its own forward, for a while."""
-        kept = self._weights + self._buffers
-        patched = vars(self.model).pop("forward", None) if hasattr(self.model, "_original_forward") else None
-        _swap(kept)
-        try:
-            yield
-        finally:
-            _swap(kept)
-            if patched is not None:
-                self.model.forward = patched
-
-
-@torch.no_grad()
-def _swap(tensors: list[Kept]) -> None:
-    for one, other, _ in tensors:
-        kept = local(one).clone()
-        local(one).copy_(other)
-        other.copy_(kept)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside of what DDP and torch.compile made of it."""
-    inner: Any = model
-    while isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel) or hasattr(inner, "_orig_mod"):
-        inner = inner._orig_mod if hasattr(inner, "_orig_mod") else inner.module
-    return inner
-
-
-def loss_in(output: Any) -> Tensor | None:
-    """Return the loss in what a model returns: its ``loss``, or the first scalar; None: there is none."""
-    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    scalars = [each for each in numbers_in(output) if each.ndim == 0]
-    return own if isinstance(own, Tensor) else next(iter(scalars), None)
-
-
-def call(model: nn.Module, batch: Any) -> Tensor:
-    """Call a model with ``(args, kwargs)``; return its loss, or a stand-in where it returns none."""
-    args, kwargs = batch
-    output = model(*args, **kwargs)
-    loss = loss_in(output)
-    return loss if loss is not None else torch.stack([each.float().mean() for each in numbers_in(output)]).mean()

@@ -26,11 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-import transformers as hf
 from torch import Tensor
 
 from mantissa.commands.checkup import CAUSAL, IMAGES, MASKED, SEQ2SEQ, image_batches, text_batches
+
+hf = pytest.importorskip("transformers")
 
 WIDE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 USUAL: dict[str, Any] = {**WIDE, "vocab_size": 200, "intermediate_size": 128, "max_position_embeddings": 64}

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import BertConfig, BertLMHeadModel, LlamaModel, PreTrainedTokenizerFast, Wav2Vec2Config
 
 from mantissa.__main__ import main
 from mantissa.commands.checkup import CAUSAL, load, topics
-from tests.mantissa.families import FAMILIES, LAYER, USUAL
+from tests.mantissa.families import FAMILIES, LAYER, USUAL, hf
 
 SHAPE = ("--passes", "2", "--batch", "2", "--length", "16")
 
@@ -32,13 +30,13 @@ def test_what_overflows_in_fp16_is_named_and_cured_and_whether_bf16_is_clean(
     family.save(tmp_path)
     attention = ["--attention", family.attention] if family.attention else []
     code = main(["checkup", str(tmp_path), *SHAPE, *attention])
-    found = rows(capsys.readouterr().out.rpartition("precision")[2])
+    table = rows(capsys.readouterr().out.rpartition("precision")[2])
     assert code == (7 if family.fp16 else 0)
     islands = family.islands or family.fp16
-    assert found["fp16"][:3] == (["FOUND", f"overflow: {family.fp16}", islands] if islands else ["HEALTHY", "-", "-"])
-    assert found["bf16"][:2] == (["FOUND", f"error: {family.bf16}"] if family.bf16 else ["HEALTHY", "-"])
+    assert table["fp16"][:3] == (["FOUND", f"overflow: {family.fp16}", islands] if islands else ["HEALTHY", "-", "-"])
+    assert table["bf16"][:2] == (["FOUND", f"error: {family.bf16}"] if family.bf16 else ["HEALTHY", "-"])
     if islands:
-        assert re.match(r"[-+]\d", found["fp16"][3])
+        assert re.match(r"[-+]\d", table["fp16"][3])
 
 
 def test_an_overflow_in_the_second_pass_alone_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,11 +50,13 @@ def test_an_overflow_in_the_second_pass_alone_is_found(tmp_path: Path, capsys: p
 
 def test_a_tokenizer_beside_the_model_reads_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     FAMILIES["bert"].save(tmp_path)
-    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     special = ["[UNK]", "[PAD]", "[MASK]"]
-    tokenizer.train_from_iterator(topics.values(), trainers.BpeTrainer(vocab_size=200, special_tokens=special))
-    fast = PreTrainedTokenizerFast(
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=200, special_tokens=special)
+    tokenizer.train_from_iterator(topics.values(), trainer)
+    fast = hf.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]", mask_token="[MASK]"
     )
     fast.save_pretrained(tmp_path)
@@ -69,12 +69,12 @@ def test_a_tokenizer_beside_the_model_reads_the_text(tmp_path: Path, capsys: pyt
 
 
 def test_a_model_is_loaded_for_the_task_of_its_architecture(tmp_path: Path) -> None:
-    BertLMHeadModel(BertConfig(**USUAL, is_decoder=True)).save_pretrained(tmp_path)  # BERT is most often masked
+    hf.BertLMHeadModel(hf.BertConfig(**USUAL, is_decoder=True)).save_pretrained(tmp_path)  # BERT is most often masked
     assert load(str(tmp_path))[1] == CAUSAL
 
 
 def test_a_model_without_a_head_in_bf16_is_loaded_in_fp32_as_what_its_type_can_be_trained_for(tmp_path: Path) -> None:
-    LlamaModel(FAMILIES["llama"].config()).bfloat16().save_pretrained(tmp_path)
+    hf.LlamaModel(FAMILIES["llama"].config()).bfloat16().save_pretrained(tmp_path)
     model, task = load(str(tmp_path))
     assert (type(model).__name__, task) == ("LlamaForCausalLM", CAUSAL)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -103,8 +103,8 @@ def test_a_mistake_is_a_sentence(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     folders = {"empty": tmp_path / "empty", "speech": tmp_path / "speech"}
     folders["empty"].mkdir()
-    Wav2Vec2Config().save_pretrained(folders["speech"])
-    assert main(["checkup", *(each.format(**folders) for each in arguments)]) == 2
+    hf.Wav2Vec2Config().save_pretrained(folders["speech"])
+    assert main(["checkup", *(argument.format(**folders) for argument in arguments)]) == 2
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1

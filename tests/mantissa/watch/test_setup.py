@@ -1,0 +1,314 @@
+"""Requested and effective precision: each silent difference is planted in a real step, named, and cured as it says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mantissa
+from mantissa.formats import FORMATS
+from mantissa.watch.scale import LossScale
+from mantissa.watch.setup import FirstStep, Setup, flags_differ, fp32_flags, read_setup
+
+BF16, FP16 = torch.bfloat16, torch.float16
+Made = Callable[["Net"], torch.optim.Optimizer]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.inner = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.island = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        with torch.autocast("cpu", enabled=False) if self.island else nullcontext():
+            hidden = self.inner(hidden.to(self.inner.weight.dtype))
+        return self.head(hidden.to(self.head.weight.dtype))
+
+
+def taken(
+    precision: str | None = "fp32",
+    *,
+    autocast: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
+    scale: float | None = None,
+    enabled: bool = True,
+    scaled: bool = True,
+    passes: int = 1,
+    change: Callable[[Net], object] = lambda net: None,
+    made: Made = lambda net: torch.optim.AdamW(net.parameters()),
+    late: Callable[[Net], None] = lambda net: None,
+    step: Callable[[torch.optim.Optimizer, Any], None] | None = None,
+) -> Setup:
+    """Take a step and return its setup.
+
+    Args:
+        precision: that was asked for.
+        autocast: of the forward pass.
+        dtype: of the weights.
+        scale: the scaler's first one; None: there is no scaler.
+        enabled: whether the scaler is.
+        scaled: whether it scales the loss.
+        passes: forward and backward passes.
+        change: of the model, before the optimizer is made.
+        made: makes the optimizer.
+        late: a change of the model after the optimizer is watched.
+        step: of the optimizer.
+    """
+    torch.manual_seed(0)
+    net = Net().to(dtype)
+    change(net)
+    optimizer = made(net)
+    scaler = None if scale is None else torch.amp.GradScaler("cpu", scale, enabled=enabled)
+    first = FirstStep(net, optimizer, LossScale(scaler, optimizer), True, pytest.fail)
+    hook = optimizer.register_step_pre_hook(lambda *_: first.before_update())
+    late(net)
+    for _ in range(passes):
+        with torch.autocast("cpu", dtype=autocast or BF16, enabled=autocast is not None):
+            loss = net(torch.arange(16)[None]).float().square().mean()
+        (loss if scaler is None or not scaled else scaler.scale(loss)).backward()
+    (step or (plain if scaler is None else by_scaler))(optimizer, scaler)
+    first.close()
+    hook.remove()
+    assert not any(module._forward_pre_hooks for module in net.modules())
+    return read_setup(first, precision)
+
+
+# Steps of an optimizer.
+
+
+def plain(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+    optimizer.step()
+
+
+def by_scaler(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def inside(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+    with torch.autocast("cpu", dtype=BF16):
+        optimizer.step()
+
+
+def clipped(unscales: bool, largest: float = 1.0) -> Callable[[torch.optim.Optimizer, Any], None]:
+    def step(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+        if unscales:
+            scaler.unscale_(optimizer)
+        parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, largest * (1 if unscales else scaler.get_scale() ** (largest < 1)))
+        by_scaler(optimizer, scaler)
+
+    return step
+
+
+# Optimizers.
+
+
+def masters(net: Net) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([nn.Parameter(weight.detach().float()) for weight in net.parameters()])
+
+
+def of_a_copy(net: Net) -> torch.optim.Optimizer:
+    return torch.optim.SGD(copy.deepcopy(net).parameters())
+
+
+def of_inner(net: Net) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.inner.parameters())
+
+
+def low_state(net: Net) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
+    for weight in net.parameters():
+        optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight, dtype=BF16)
+    return optimizer
+
+
+# Changes of the model.
+
+
+@torch.no_grad()
+def moved(net: Net) -> None:
+    """Change weights as another optimizer does."""
+    net.embed.weight.mul_(0.99)
+
+
+def freed(net: Net) -> None:
+    net.inner.weight.grad = torch.ones_like(net.inner.weight)
+    net.inner.weight.requires_grad_(False)
+
+
+def untied(net: Net) -> None:
+    net.head.weight = nn.Parameter(net.embed.weight.detach().clone())
+
+
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [
+        ("fp32", {}),
+        (None, {}),
+        (None, {"autocast": BF16}),
+        ("bf16", {"autocast": BF16}),
+        ("bf16_pure", {"dtype": BF16, "passes": 2}),
+        ("bf16_master", {"dtype": BF16, "made": masters}),
+        ("fp16", {"autocast": FP16, "scale": 65536}),
+        ("fp16", {"autocast": FP16, "scale": 4096, "step": clipped(unscales=True, largest=0.05)}),
+        ("fp16", {"autocast": FP16, "scale": 4096, "step": clipped(unscales=False, largest=0.05)}),
+        ("fp32", {"scale": 65536, "enabled": False}),
+        ("bf16", {"autocast": BF16, "change": lambda net: net.inner.requires_grad_(False).to(BF16)}),
+        ("fp32", {"made": of_inner, "late": moved}),
+    ],
+)
+def test_what_is_as_requested_differs_in_nothing(precision: str | None, options: dict[str, Any]) -> None:
+    setup = taken(precision, **options)
+    assert setup.differences == []
+    assert f"requested: {precision or 'not stated'}" in str(setup)
+    assert {"weights", "gradients", "optimizer state", "autocast", "fp8"} <= setup.effective.keys()
+
+
+HALF = {"precision": "fp16", "autocast": FP16, "scale": 4096}
+PURE = {"precision": "fp16_pure", "dtype": FP16}
+Row = tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]
+DIFFERENCES: list[Row] = [
+    (("3 parameters", "bfloat16", "precision=fp32 asks for fp32", "model.float()"), {"dtype": BF16}, {"dtype": None}),
+    (("no precision was stated", "='bf16_pure'"), {"precision": None, "dtype": BF16}, {"precision": "bf16_pure"}),
+    (("fp32 masters", "fp32 copies"), {"precision": "bf16_master", "dtype": BF16}, {"made": masters}),
+    (("asks for bfloat16 weights", "model.to(bfloat16)"), {"precision": "bf16_pure"}, {"dtype": BF16}),
+    (("4 forward passes are summed in bfloat16",), {"dtype": BF16, "passes": 4}, {"dtype": None}),
+    (("inner.weight (momentum_buffer)", "has fewer bits than weights"), {"made": low_state}, {"made": None}),
+    (("eps=1e-08 is 0 in float16", "keep fp32 weights"), PURE, {"precision": "fp32", "dtype": None}),
+    (("set eps=1e-4",), PURE, {"made": lambda net: torch.optim.AdamW(net.parameters(), eps=1e-4)}),
+    (
+        ("ran without it", 'torch.autocast("cpu", dtype=torch.bfloat16)'),
+        {"precision": "bf16"},
+        {"autocast": BF16},
+    ),
+    (("in autocast to float16",), HALF | {"precision": "bf16"}, {"autocast": BF16, "scale": None}),
+    (("asks for no autocast", "in autocast to bfloat16"), {"autocast": BF16}, {"autocast": None}),
+    (
+        ("Autocast is off in 1 module (inner)", "autocast(enabled=False)"),
+        {"precision": "bf16", "autocast": BF16, "change": lambda net: setattr(net, "island", True)},
+        {"change": None},
+    ),
+    (("inside of autocast", "leave it before"), {"step": inside}, {"step": plain}),
+    (("no loss scale", "use a GradScaler, and give it to Watch"), HALF | {"scale": None}, {"scale": 4096}),
+    (("no loss scale",), HALF | {"enabled": False}, {"enabled": True}),
+    (("no use with bfloat16", "leave it out"), {"autocast": BF16, "precision": "bf16", "scale": 1}, {"scale": None}),
+    (
+        ("was never used", "call scaler.scale(loss).backward() and scaler.step(optimizer)"),
+        HALF | {"scaled": False, "step": plain},
+        {"scaled": True, "step": by_scaler},
+    ),
+    (("multiplied by 4096", "instead of optimizer.step()"), HALF | {"step": plain}, {"step": by_scaler}),
+    *[
+        (
+            ("were clipped to 1 while they were multiplied by the loss scale of 4096", "scaler.unscale_(optimizer)"),
+            HALF | {"step": clipped(unscales=False), "made": made},
+            {"step": clipped(unscales=True)},
+        )
+        for made in (
+            lambda net: torch.optim.AdamW(net.parameters()),
+            lambda net: torch.optim.AdamW(net.parameters(), fused=True),
+        )
+    ],
+    (
+        ("3 of 3 tensors", "are not the model's parameters", "make the optimizer after"),
+        {"made": of_a_copy},
+        {"made": None},
+    ),
+    (("In no group", "1 parameter (embed.weight)", "add them"), {"made": of_inner}, {"made": None}),
+    (("call requires_grad_(False)",), {"made": of_inner}, {"change": lambda net: net.embed.requires_grad_(False)}),
+    (("embed.weight and head.weight were one weight", "tie them, as with"), {"late": untied}, {"late": None}),
+    (("Frozen, but changed: 1 parameter (inner.weight)", "clear their .grad"), {"change": freed}, {"change": None}),
+    (
+        ("2 modules (inner, head) are plain nn.Linear", "convert_to_float8_training"),
+        {"precision": "fp8", "autocast": BF16},
+        {"precision": "bf16"},
+    ),
+]
+"""What is said of a mistake, the mistake, and what takes it back; None: as it is without the option."""
+
+
+@pytest.mark.parametrize(("words", "mistake", "cure"), DIFFERENCES)
+def test_a_silent_difference_is_a_sentence_whose_cure_ends_it(
+    words: tuple[str, ...], mistake: dict[str, Any], cure: dict[str, Any]
+) -> None:
+    wrong = taken(**mistake).differences
+    assert any(all(word in sentence for word in words) for sentence in wrong), wrong
+    assert all(sentence.endswith(".") and "\n" not in sentence for sentence in wrong)
+    right = {name: value for name, value in (mistake | cure).items() if value is not None or name == "precision"}
+    left = taken(**right).differences
+    assert not any(words[0] in sentence for sentence in left), left
+    assert {*left} < {*wrong}  # nothing else is wrong by it
+
+
+@pytest.fixture
+def flags() -> Any:
+    """Give the flags of fp32 products back."""
+    kept = {kind: fp32_flags(kind) for kind in ("cuda", "cpu")}
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for values in kept.values():
+        for name, value in values.items():
+            library, _, operator = name.partition(".")
+            getattr(getattr(torch.backends, library), operator).fp32_precision = value
+
+
+def test_fp32_products_in_other_formats_are_named_where_the_model_has_such_layers(flags: Any) -> None:
+    linear, images = nn.Linear(2, 2), nn.Sequential(nn.Conv2d(1, 1, 1))
+    torch.backends.cudnn.conv.fp32_precision = "tf32"  # torch's default
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    for format, model, words in (
+        ("fp32", images, "set torch.backends.cudnn.conv.fp32_precision = 'ieee'"),
+        ("fp32", linear, ""),
+        ("bf16", images, ""),
+        ("tf32", linear, "in ieee (cuda.matmul)"),
+    ):
+        told = [text for text in flags_differ("cuda", model, FORMATS[format]) if "fp32 products" in text]
+        assert words in told[0] if words else not told
+
+
+def test_a_precision_set_for_another_device_reaches_the_cpus_products_too(flags: Any) -> None:
+    torch.set_float32_matmul_precision("medium")
+    (difference,) = taken("fp32").differences
+    assert "in bf16 (mkldnn.matmul): set torch.backends.mkldnn.matmul.fp32_precision = 'ieee'" in difference
+    torch.backends.mkldnn.matmul.fp32_precision = "ieee"
+    assert not taken("fp32").differences
+
+
+def test_old_and_new_flags_that_contradict_each_other(flags: Any) -> None:
+    torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.rnn.fp32_precision = "ieee", "tf32"
+    assert "contradict" in flags_differ("cuda", nn.Linear(2, 2), None)[0]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_fp16_weights_that_a_scaler_refuses_are_named_at_once(fused: bool) -> None:
+    net, said = nn.Linear(2, 2).half(), list[str]()
+    optimizer = torch.optim.AdamW(net.parameters(), fused=fused)
+    mantissa.Watch(net, optimizer, torch.amp.GradScaler("cpu"), say=said.append)
+    refused = "DIFFERS: The weights are float16, whose gradients a GradScaler refuses to unscale: load the weights in"
+    assert [text.startswith(refused) for text in said] == ([] if fused else [True])
+
+
+def test_the_setup_is_said_once() -> None:
+    net, said = nn.Linear(2, 1), list[str]()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    watch = mantissa.Watch(net, optimizer, precision="bf16", say=said.append)
+    for _ in range(3):
+        loss = net(torch.ones(3, 2)).square().mean()
+        loss.backward()
+        optimizer.step()
+        watch.step(loss)
+    (setup,) = said
+    assert "requested: bf16" in setup
+    assert "DIFFERS: precision=bf16 asks for autocast" in setup

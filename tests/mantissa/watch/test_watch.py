@@ -1,0 +1,346 @@
+"""The first step that is not finite is replayed and explained, from what it started from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mantissa
+from mantissa.errors import UsageError
+from mantissa.formats import FORMATS
+from mantissa.watch.meters import are_finite
+from mantissa.watch.passes import loss_in
+from tests.mantissa.bits import same_bits
+
+BAD = 7
+"""The step whose batch has the planted fault."""
+
+
+class Root(nn.Module):
+    """Whose square root has no finite gradient, or no finite result, where an input is 0 or below."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sqrt()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.2)
+        self.root = Root()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
+        hidden = self.drop(self.norm(self.first(x)))
+        scores = self.head(self.root(hidden.square() + x[:, :1].clamp(max=1)))
+        return scores if targets is None else (scores, F.cross_entropy(scores, targets))
+
+
+class Training:
+    """A watched loop; at step ``bad`` the data are such that ``root`` returns NaN."""
+
+    def __init__(self, bad: int = 0, autocast: torch.dtype | None = None, passes: int = 1, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.net = Net()
+        self.bad, self.autocast, self.passes = bad, autocast, passes
+        self.called: Any = options.pop("wrap", lambda net: net)(self.net)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2, fused=options.pop("fused", False))
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=autocast is torch.float16)
+        self.said: list[str] = []
+        self.keeps = "loss" in options
+        options = {"scaler": self.scaler if autocast is torch.float16 else None, "say": self.said.append} | options
+        self.watch = mantissa.Watch(self.called, self.optimizer, **options)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def batch(self, number: int) -> tuple[Tensor, Tensor]:
+        x = torch.rand(6, 4, generator=self.generator) + 0.1
+        if number == self.bad:
+            x[2, 0] = -50.0
+        return x, torch.randint(3, (6,), generator=self.generator)
+
+    def step(self, number: int) -> None:
+        for _ in range(self.passes):
+            x, targets = self.batch(number)
+            with torch.autocast("cpu", dtype=self.autocast, enabled=self.autocast is not None):
+                if self.keeps:
+                    self.watch.keep((x, targets))
+                    loss = F.cross_entropy(self.called(x), targets)
+                else:
+                    loss = self.called(x, targets)[1]
+            self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.watch.step(loss)
+
+    def train(self, steps: int) -> Training:
+        for number in range(1, steps + 1):
+            self.step(number)
+        return self
+
+
+def compiled_in_place(net: nn.Module) -> nn.Module:
+    net.compile(backend="eager")
+    return net
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"keep_weights": True},
+        {"autocast": torch.bfloat16},
+        {"passes": 3},
+        {"loss": lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])},
+        {"wrap": lambda net: torch.compile(net, backend="eager")},
+        {"wrap": compiled_in_place, "keep_weights": True},
+    ],
+)
+def test_the_first_step_that_is_not_finite_is_replayed_and_explained(tmp_path: Path, options: dict[str, Any]) -> None:
+    training = Training(BAD, folder=tmp_path, **options).train(BAD - 1)
+    before = {name: weight.detach().clone() for name, weight in training.net.named_parameters()}
+    with pytest.raises(mantissa.NotFiniteError, match=f"^step {BAD}: .* is not finite.*root") as error:
+        training.step(BAD)
+    assert training.watch.number == BAD
+    text = training.said[-1]
+    assert "reproduced" in text
+    assert "aten.sqrt" in text
+    assert ("its replay is eager" in text) == ("wrap" in options)
+    page = tmp_path / "report.html"
+    assert f"see {page}" in str(error.value)
+    assert "root" in page.read_text()
+    if not options:  # stopped before the update
+        assert same_bits(dict(training.net.named_parameters()), before)
+
+
+class Late:
+    """An accelerator's event, which is behind the host by two steps."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Late.made += 1
+        self.number = Late.made
+
+    def query(self) -> bool:
+        return Late.made >= self.number + 2
+
+    def synchronize(self) -> None:
+        Late.made = max(Late.made, self.number + 2)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_bad_step_that_an_accelerator_reports_late_is_replayed_from_its_start(
+    closes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host learns of it two steps later, or when it closes; weights and batch norm's statistics are NaN by then."""
+    monkeypatch.setattr(mantissa.Watch, "_mark", lambda watch: Late())
+    training = Training(BAD, folder=tmp_path, keep_weights=True).train(BAD if closes else BAD + 1)
+    with pytest.raises(mantissa.NotFiniteError, match=f"^step {BAD}: .*root"):
+        training.watch.close() if closes else training.step(BAD + 2)
+    assert closes or training.net.norm.running_mean.isnan().any()
+    assert training.net.head.weight.isnan().any()
+    assert "input" not in training.said[-1].split("FOUND")[1]
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host reads a tensor's value."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_read_back_between_the_measured_steps() -> None:
+    training = Training(fused=True, keep_weights=True).train(3)
+    with Reads() as reads:
+        training.train(10)
+    assert reads.count == 0
+
+
+class Coin(nn.Module):
+    """Divides by 0 in one of 20 calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (torch.rand(()) > 0.05)
+
+
+class Counter(nn.Module):
+    """Divides by 0 in its fifth call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x / (self.calls != 5)
+
+
+@pytest.mark.parametrize(
+    ("fault", "options"), [(Counter, {}), (Counter, {"keep_weights": True}), (Coin, {}), (Coin, {"passes": 2})]
+)
+def test_buffers_and_random_numbers_are_those_from_before_the_step(
+    fault: type[nn.Module], options: dict[str, Any], tmp_path: Path
+) -> None:
+    def wrap(net: Net) -> Net:
+        net.drop = fault()
+        return net
+
+    step = "step 5" if fault is Counter else "step"
+    with pytest.raises(mantissa.NotFiniteError, match=rf"{step}.*drop; aten\.div"):
+        Training(wrap=wrap, folder=tmp_path, **options).train(400)
+
+
+class Bound(Net):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("bound to a socket")
+
+
+def stepped(net: nn.Module, optimizer: Any) -> None:
+    net(torch.full((4, 4), -9.0), torch.zeros(4, dtype=torch.long))[1].backward()
+    optimizer.step()
+
+
+def with_a_loss_of_its_own(net: nn.Module, optimizer: Any) -> None:
+    net(torch.full((4, 4), -9.0)).sum().backward()
+    optimizer.step()
+
+
+def in_a_closure(net: nn.Module, optimizer: Any) -> None:
+    def closure() -> Tensor:
+        loss: Tensor = net(torch.full((4, 4), -9.0), torch.zeros(4, dtype=torch.long))[1]
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize(
+    ("net", "step", "error", "note"),
+    [
+        (Net, with_a_loss_of_its_own, "root", "give Watch(loss=…)"),
+        (Net, in_a_closure, "step 1: the loss is not finite", "the replay has the weights of after the update"),
+        (Bound, stepped, "cannot be replayed: .*bound to a socket", ""),
+    ],
+)
+def test_a_replay_that_is_not_the_step_is_said_to_be_so_and_why(
+    net: type[Net], step: Callable[..., None], error: str, note: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, said = net(), [""]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = mantissa.Watch(model, optimizer, folder=tmp_path, say=said.append)
+    with pytest.raises(mantissa.NotFiniteError, match=error):
+        step(model, optimizer)
+    assert watch.number == 1
+    assert note in said[-1]
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_weights": True, "passes": 2}])
+def test_a_scaler_skips_a_loss_that_is_not_finite_and_only_ten_in_a_row_are_a_failure(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    training = Training(BAD, autocast=torch.float16, folder=tmp_path, **options).train(BAD + 1)
+    assert f"step {BAD}: The loss is not finite, but the update is" in training.said[-1]
+    assert training.watch.skipped == 1
+    training.batch = lambda number: (torch.full((6, 4), -9.0), torch.zeros(6, dtype=torch.long))  # type: ignore[method-assign]
+    with pytest.raises(mantissa.NotFiniteError, match=r"step 18: the loss scaler skipped 10 steps in a row.*root"):
+        training.train(20)
+
+
+def test_ten_steps_that_a_scale_of_1_does_not_save_are_a_failure(tmp_path: Path) -> None:
+    training = Training(autocast=torch.float16, folder=tmp_path).train(3)
+    nn.init.zeros_(training.net.norm.weight)
+    nn.init.zeros_(training.net.norm.bias)  # so that root gets the 0 of the batch, and returns an infinite gradient
+    training.batch = lambda number: (torch.eye(6, 4), torch.zeros(6, dtype=torch.long))  # type: ignore[method-assign]
+    with pytest.raises(mantissa.NotFiniteError, match=r"step 13: the loss scaler skipped 10 steps in a row.*root"):
+        training.train(20)
+
+
+def test_a_failure_is_a_warning_on_request_and_the_loop_goes_on(tmp_path: Path) -> None:
+    training = Training(2, folder=tmp_path, on_failure="warn")
+    with pytest.warns(UserWarning, match="step 2: the loss is not finite"):
+        training.train(4)
+    assert not training.net._forward_pre_hooks
+    assert not training.optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("now", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("size", [1, 10, 5000])
+def test_gradients_whose_sum_overflows_are_finite(size: int, dtype: torch.dtype, now: bool) -> None:
+    numbers = torch.full((size,), torch.finfo(dtype).max, dtype=dtype)
+    ones, device = torch.ones(3), torch.device("cpu")
+    assert are_finite([], device, now)
+    assert are_finite([ones, numbers], device, now)
+    for bad in (math.inf, -math.inf, math.nan):
+        numbers[size // 2] = bad
+        assert not are_finite([ones, numbers], device, now)
+        assert not are_finite([ones, numbers.to_sparse()], device, now)
+        assert not are_finite([numbers[: size // 2 + 1], -numbers, ones], device, now)  # inf - inf
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda loss: {"aux_loss": loss + 1, "loss": loss},
+        lambda loss: SimpleNamespace(aux_loss=loss + 1, loss=loss),
+        lambda loss: (torch.ones(3), {"scores": [loss]}),
+    ],
+)
+def test_the_loss_is_found_in_what_a_model_returns(output: Callable[[Tensor], Any]) -> None:
+    loss = torch.ones(())
+    assert loss_in(output(loss)) is loss
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"every": 0}, "every=0 must be 1 or more, such as 50"),
+        ({"on_failure": "stop"}, "use 'raise' or 'warn'"),
+        ({"precision": "bf8"}, f"precision='bf8' is unknown; use one of {', '.join(FORMATS)}"),
+        ({"model": nn.ReLU()}, "type ReLU"),
+        ({"optimizer": torch.optim.SGD}, "type type"),
+        ({"scaler": "bf16"}, "type str"),
+    ],
+)
+def test_arguments_that_cannot_work(options: dict[str, Any], words: str) -> None:
+    net = nn.Linear(2, 1)
+    with pytest.raises(UsageError, match=words):
+        mantissa.Watch(**{"model": net, "optimizer": torch.optim.SGD(net.parameters(), 0.1)} | options)
+
+
+def test_a_loss_needs_the_batches() -> None:
+    training = Training(loss=lambda net, batch: net(*batch)[1])
+    training.keeps = False
+    with pytest.raises(UsageError, match=r"call watch\.keep\(batch\) before each forward pass"):
+        training.step(1)
+
+
+@pytest.mark.parametrize("of", ["optimizer", "loop"])
+def test_an_optimizer_of_another_model_is_named_and_stops_no_training(of: str) -> None:
+    net, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    stepped, idle = torch.optim.SGD(other.parameters(), 0.1), torch.optim.SGD(net.parameters(), 0.1)
+    said: list[str] = []
+    watch = mantissa.Watch(net, stepped if of == "optimizer" else idle, every=1, say=said.append)
+    loss = other(torch.ones(3, 2)).square().mean()
+    loss.backward()
+    stepped.step()
+    watch.step(loss)
+    watch.close()
+    words = {"optimizer": "2 of 2 tensors of the optimizer are not the model's parameters", "loop": "saw no step of"}
+    assert words[of] in said[-1]
