@@ -113,21 +113,3 @@ def test_outputs_that_are_not_finite_end_it(temperature: int, here: Path, tmp_pa
     done = generate(f"run={tmp_path}/best", "prompt=The fox", f"temperature={temperature}")
     assert done.code == 1, done.out
     assert "the model's outputs are not finite; generate with precision=fp32, or from earlier weights" in done.err
-
-
-MISTAKES = {
-    "run=outputs/bert prompt=a": "is a bert, which cannot generate text; give a run of gpt2, llama or t5",
-    "run=outputs/images prompt=a": "is a resnet, which cannot generate text; give a run of gpt2, llama or t5",
-    "run=outputs/chars prompt=λ": "'λ' (1 in all); remove them from this text, or train with data.tokenizer=bytes",
-    "run=outputs/gpt2 prompt=a temperature=-1": "temperature=-1.0 must be at least 0 and finite",
-    "run=outputs/gpt2 prompt=a top_p=0": "top_p=0.0 must be above 0 and at most 1",
-    "run=outputs/gpt2 prompt=a data=text": "data=text has no effect on a model that is trained",
-    "run=outputs/gpt2 prompt=a precision=bf61": "bf61",
-}
-
-
-@pytest.mark.parametrize("command", MISTAKES)
-def test_a_mistake_ends_with_what_to_set_instead(command: str, here: Path) -> None:
-    done = generate(*command.split())
-    assert done.code == 2, done.out
-    assert MISTAKES[command] in done.err

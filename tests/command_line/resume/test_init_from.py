@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,14 @@ def test_weights_of_another_program_start_a_recipe_of_any_kind(folder: Path, suc
 
 
 @pytest.fixture
-def source(succeed: Train, folder: Path) -> Path:
+def source(succeed: Train, folder: Path, once: Callable[[Callable[[], object]], None]) -> Path:
     """A finished run with a tokenizer of its own text."""
-    texts(folder)
-    succeed(*GPT2, "recipe.size=nano", TEXT, "data.path=one.txt", "data.vocab_size=300", "run_name=first")
+
+    def make() -> None:
+        texts(folder)
+        succeed(*GPT2, "recipe.size=nano", TEXT, "data.path=one.txt", "data.vocab_size=300", "run_name=first")
+
+    once(make)
     return Path("outputs/first")
 
 

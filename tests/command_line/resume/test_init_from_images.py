@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,15 @@ SHORT = ("tracking=local", "device=cpu", "batch_size=4", "eval_samples=8", "step
 DARK = ("data=imagefolder", "data.path=dark", "loader.workers=0")
 
 
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the run of ``digits_source`` is kept for the next test."""
-    return tmp_path_factory.mktemp("kept") / "first"
-
-
 @pytest.fixture
-def digits_source(succeed: Train, folder: Path, kept: Path) -> Path:
+def digits_source(succeed: Train, folder: Path, once: Callable[[Callable[[], object]], None]) -> Path:
     """A finished run on scikit-learn's digits; dark/ has other digits of a tenth of their brightness."""
-    write_digits(folder / "dark", 26)
-    if kept.is_dir():
-        shutil.copytree(kept, "outputs/first")
-        return Path("outputs/first")
-    succeed(*SHORT, "recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "run_name=first")
-    shutil.copytree("outputs/first", kept)
+
+    def make() -> None:
+        write_digits(folder / "dark", 26)
+        succeed(*SHORT, "recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "run_name=first")
+
+    once(make)
     return Path("outputs/first")
 
 

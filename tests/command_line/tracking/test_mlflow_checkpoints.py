@@ -192,11 +192,6 @@ def test_what_somebody_removed_from_mlflow_is_sent_again(succeed: Train, folder:
     assert stored_names(client, run_id(RUN)) == ["step-00000006"]
 
 
-def test_a_run_that_keeps_no_checkpoint_leaves_none_in_mlflow(succeed: Train, client: MlflowClient) -> None:
-    succeed(*JOB, "steps=3", "checkpoint.keep=0")
-    assert stored_names(client, run_id(RUN)) == []
-
-
 def test_a_damaged_folder_is_passed_over_for_mlflows_copy(
     succeed: Train, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
