@@ -1,14 +1,16 @@
 """Processes of Python that start at once: forked from multiprocessing's server, which has imported everything.
 
 ``Popen`` and ``run`` stand for those of ``subprocess`` where the command is ``[sys.executable, …]`` with a script, with
-``-m module`` or with ``-c code``. What runs is a process of its own, with its own signals, standard streams, folder,
-environment and exit status; only the seconds of importing are saved, and what ``tests.shortcuts`` saves. Not for tests
-of start-up itself, nor of environment variables that are read while a library is imported.
+``-m module`` or with ``-c code``, also after ``-u`` or ``-P``. What runs is a process of its own, with its own signals,
+standard streams, folder, environment and exit status; only the seconds of importing are saved, and what
+``tests.shortcuts`` saves. Not for tests of start-up itself, nor of environment variables that are read while a library
+is imported.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import os
 import pickle
@@ -30,6 +32,7 @@ import pytest
 __all__ = ["DEVNULL", "PIPE", "STDOUT", "CalledProcessError", "CompletedProcess", "Popen", "TimeoutExpired", "run"]
 
 PROJECT = Path(__file__).resolve().parents[1]
+PR_SET_NAME = 15  # see prctl(2)
 SERVER = forkserver.ForkServer()  # multiprocessing's own is that of the product's loading processes
 SERVER.set_forkserver_preload(["tests.preloaded"])
 
@@ -46,7 +49,7 @@ class Popen(subprocess.Popen[Any]):
         environment = dict(os.environ if env is None else env)
         command = Command([str(word) for word in args[1:]], str(cwd or Path.cwd()), environment, bool(others[5]))
         try:
-            _start_server()
+            start_server()
             self._end, begin = SERVER.connect_to_new_process(streams)
             with open(begin, "wb") as pipe:
                 pickle.dump({}, pipe)  # multiprocessing has nothing to prepare
@@ -74,7 +77,8 @@ class Popen(subprocess.Popen[Any]):
 
 
 @functools.cache
-def _start_server() -> None:
+def start_server() -> None:
+    """Start it, unless it runs."""
     # The server has the path of modules from its environment: what it imports is from where the tests are.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(PROJECT), prepend=os.pathsep)
@@ -126,6 +130,8 @@ class Command:
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         if self.session:
             os.setsid()
+        if rank := self.environment.get("RANK"):  # a name, by which tests find it
+            ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank {rank}".encode(), 0, 0, 0)
         leave(become(self.words, self.cwd, self.environment))
 
 
@@ -140,6 +146,9 @@ def become(words: list[str], cwd: str, environment: Mapping[str, str]) -> int:
     first, *rest = words
     sys.orig_argv = [sys.executable, *words]
     searched = cwd
+    if first == "-u":
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        first, *rest = rest
     if first == "-P":  # the current folder is not searched
         searched, (first, *rest) = str(PROJECT), rest
     sys.path.insert(0, str(PROJECT))
