@@ -51,6 +51,19 @@ def rows(table: str, **short: str) -> list[object]:
     return found
 
 
+def key_of(word: str) -> str:
+    key = word.lstrip("+~-").removeprefix("space.").partition("=")[0]
+    return "arm" if key.startswith("arm.") else key
+
+
+def is_named(word: str, wrong: list[str], said: str) -> bool:
+    """Whether a message names a word of its remedy: its key, or the value where the key had another one."""
+    key, value = key_of(word), word.partition("=")[2]
+    had = [other.partition("=")[2] for other in wrong if key_of(other) == key]
+    parts = {value, *re.split(r"[=\s,()\[\]]+", value)} - {""} if value and had and value not in had else {key}
+    return word in said or any(part in said for part in parts)
+
+
 def check(row: Row, run: Callable[[list[str]], Result]) -> None:
     """Make the mistake, and then what its message says to do."""
     refused = run([*row.common, *row.wrong])
@@ -61,11 +74,6 @@ def check(row: Row, run: Callable[[list[str]], Result]) -> None:
     for words in row.words:
         assert words in said
     for remedy in row.remedies:
-        # Its new words, or their keys or values, are in the message; where it only leaves out, what it leaves out is.
-        new = [word for word in remedy if word not in row.wrong] or [word for word in row.wrong if word not in remedy]
-        for word in new:
-            key, _, value = word.lstrip("+~").removeprefix("space.").partition("=")
-            parts = {word, key, value, *re.split(r"[=\s,()]+", word)} - {""}
-            assert any(part in said for part in parts), (word, said)
+        assert all(is_named(word, row.wrong, said) for word in remedy if word not in row.wrong), (remedy, said)
         accepted = run([*row.common, *remedy])
         assert accepted.code == 0, accepted.err
