@@ -32,7 +32,7 @@ if not ALONE:
 
 BY_CPU = [
     *("trainer/precision", "trainer/profiling/test_rates.py", "parity", "mantissa/doctor/test_healthy.py"),
-    *("evidence/claims", "command_line/test_script_remedies.py", "command_line/training/test_ending.py"),
+    *("evidence/claims", "command_line/test_mistakes.py", "command_line/training/test_ending.py"),
     "command_line/test_commands.py",
 ]
 """Tests of what differs between kinds of CPU: kernels, rounding, rates, and which claims can be tested."""

@@ -76,6 +76,21 @@ def user_data(folder: Path) -> None:
     write_digits(folder / "digits", 256)
 
 
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[], object]], None]:
+    """``once(make)``: the current folder as ``make`` fills it; after the first test of a file, a copy of that."""
+    kept = tmp_path_factory.mktemp("once") / "kept"
+
+    def fill(make: Callable[[], object]) -> None:
+        if kept.is_dir():
+            shutil.copytree(kept, Path.cwd(), dirs_exist_ok=True)
+        else:
+            make()
+            shutil.copytree(Path.cwd(), kept)
+
+    return fill
+
+
 @pytest.fixture
 def store(folder: Path, empty_store: Path) -> str:
     """The address of ``mlflow.db`` in the current folder, which is where runs go without any option."""

@@ -147,22 +147,11 @@ def test_the_run_folder_holds_everything(succeed: Train, folder: Path) -> None:
 def test_the_terminal_shows_what_will_happen_and_what_happened(train: Train) -> None:
     done = train(*GPT2, *SHORT[1:], "steps=30", "micro_batch_size=2", "precision=fp16", "scaler.init=1e9")
     before, _, after = done.out.partition("Done in ")
-    for words in (
-        *("gpt2 nano, 836k parameters", "synthetic: 1,048,576 tokens", "fp16 autocast, fp32 weights"),
-        *("4 × 16 tokens = 2 microbatches of 2 · 30 steps · ", "AdamW, lr 0.001 cosine, clip norm 1\n"),
-        *(" eval_every=25 ", "(--why)\n", " skipped\n"),
-    ):
+    for words in ("gpt2 nano, 836k parameters", "fp16 autocast", "4 × 16 tokens = 2 microbatches of 2", " skipped\n"):
         assert words in before
     rows = [line.split() for line in before.splitlines()[-3:-1]]
     assert [(row[0], row[-1]) for row in rows] == [("25", "★"), ("30", "★")]
-    for words in (
-        "  valid loss ",
-        "(best, step 30)\n",
-        " tokens/s median",
-        " peak (process)",
-        " skipped steps",
-        "  sample  ‹",
-    ):
+    for words in ("(best, step 30)\n", " tokens/s median", " peak (process)", " skipped steps", "  sample  ‹"):
         assert words in after
     *_, folder, generate, compare = after.splitlines()  # and no MLflow to compare runs in
     assert folder.split() == ["outputs/gpt2-fp16-s0/best", "opens", "in", "transformers"]
@@ -170,8 +159,7 @@ def test_the_terminal_shows_what_will_happen_and_what_happened(train: Train) -> 
     typed = " ".join(each for each in GPT2 if each.startswith(("recipe", "data")))
     assert compare.endswith(f"/compare.py {typed} arms=fp32,fp16 seeds=5")
     assert done.err == ""
-    long = [line for line in done.out.splitlines() if len(line) > 100]
-    assert [line for line in long if "compare.py" not in line] == []
+    assert [line for line in done.out.splitlines() if len(line) > 100 and "compare.py" not in line] == []
 
 
 def test_the_reason_of_each_automatic_value_is_shown_on_demand(train: Train) -> None:

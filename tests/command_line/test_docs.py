@@ -98,7 +98,7 @@ def small(arguments: list[str]) -> list[str]:
     """Overrides that make a training command tiny, except its number of steps."""
     given = dict(each.partition("=")[::2] for each in arguments)
     recipe = given.get("recipe", "gpt2")
-    sizes = [*SMALL[recipe], "batch_size=4", "eval_samples=4"]
+    sizes = [*SMALL[recipe], "batch_size=4", "eval_samples=4", *(() if "profiler" in given else ("profiler=none",))]
     if recipe == "resnet" and {"freeze", "optimizer.groups"} & given.keys():  # which name layers of a ResNet
         sizes.append("recipe.arch=resnet18")
     if recipe == "gpt2" and "init_from" not in given:

@@ -10,7 +10,7 @@ import mantissa
 from tests.command_line.conftest import Train
 from tests.helpers import PROJECT
 from trainer.config import help
-from trainer.config.explain import known_options
+from trainer.config.explain import OTHER_NAMES, known_options
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,12 @@ def test_every_recipe_and_format_has_a_row_on_its_page(group: str, file: str) ->
     page = (PROJECT / file).read_text(encoding="utf-8")
     names = sorted(path.stem for path in (PROJECT / "conf" / group).glob("*.yaml"))
     assert [name for name in names if f"\n| `{name}` | " not in page] == [], f"add a row to the first table of {file}"
+
+
+def test_other_trainers_names_mean_options_of_this_one() -> None:
+    meant = {other.partition("=")[0].rstrip(".") for other in OTHER_NAMES.values()}
+    groups = {path.name for path in (PROJECT / "conf").iterdir()}
+    assert meant - known_options().keys() - groups == {"torchrun --nproc-per-node"}
 
 
 def test_hydra_completes_what_is_typed(succeed: Train, monkeypatch: pytest.MonkeyPatch) -> None:

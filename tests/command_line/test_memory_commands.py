@@ -58,6 +58,7 @@ def test_max_batch_prints_what_to_paste(capsys: pytest.CaptureFixture[str], monk
     size = re.match(r"largest micro_batch_size in 100MiB, 5% of it left free: (\d+)$", lines[-3])
     assert size
     assert 968 <= int(size[1]) <= 1000
+    assert lines[-2].endswith("divides batch_size=3072: 768; paste:")
     assert lines[-1] == "micro_batch_size=768 batch_size=3072"
     assert run(max_batch, None, [*JOB, "memory_budget=1MiB"]) == 2
     assert "not even micro_batch_size=1 fits into 972.8 KiB" in capsys.readouterr().err

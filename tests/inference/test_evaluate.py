@@ -147,44 +147,6 @@ def test_a_run_in_mlflow_brings_its_weights_and_its_config(
     assert "no such run" in missing.err
 
 
-MISTAKES = {
-    "run=photos": "the folder has no config.json, so it is no run and no exported model",
-    "run=empty": "has no weights in empty/best: it has not ended; finish it with:\n  python scripts/train.py resume=",
-    "run=unsaved": "it was trained with checkpoint=none, which keeps none",
-    "run=foreign": "names a model of type mamba, which no recipe has",
-    "run=outputs/gpt2 recipe=llama": "recipe has no effect: run=outputs/gpt2 is a gpt2; leave it out",
-    "run=outputs/gpt2 optimizer.lr=1": "optimizer.lr=1 has no effect on a model that is trained",
-    "run=outputs/gpt2 preciison=bf16": "preciison is not an option; did you mean 'precision'?",
-    "run=outputs/gpt2 data=digits": "recipe=gpt2 cannot read data=digits",
-    "run=outputs/images data=digits": "the class '0', which the model was not trained on",
-    "run=outputs/chars data=text data.path=greek.txt": "the 45 characters of the training text: 'γλοςό' (5 in all)",
-    "run=outputs/images recipe.mean=[0,0,0]": "recipe.mean has no effect: run=outputs/images normalises",
-    "run=outputs/images path=photos": "path is not a key of the config; did you mean 'data.path=photos'?",
-    "run=outputs/images lr=1": "lr=1 has no effect on a model that is trained; leave it out",
-    "run=outputs/images split=test": "split=test: there is none in imagefolder (training photos, validation",
-    "run=outputs/gpt2 split=test": "; set data.test=…, or use split=valid or split=all",
-    "run=outputs/gpt2 micro_batch_size=4,8": "micro_batch_size=4,8 has several values; only those of precision=",
-    "run=outputs/gpt2 precision=fp32,bf16 eval_samples=9": "9 samples cannot fill the 20 batches of an interval",
-    "run=outputs/gpt2 data=text data.path=other.txt data.tokenizer=chars": "data.tokenizer has no effect: run=",
-    "run=mlflow:a/b": "is not a valid run; use run=mlflow:RUN_ID",
-    "run=outputs/gpt2 output=text.txt/here": "cannot be written",
-}
-
-
-@pytest.mark.parametrize("command", MISTAKES)
-def test_a_mistake_ends_with_what_to_set_instead(command: str, here: Path) -> None:
-    Path("greek.txt").write_text("λόγος\n" * 400)
-    Path("foreign").mkdir(exist_ok=True)
-    Path("foreign/config.json").write_text('{"model_type": "mamba"}')
-    for name, config in (("empty", {}), ("unsaved", {"checkpoint.enabled": False})):
-        Path(name).mkdir(exist_ok=True)
-        of = json.loads(Path("outputs/gpt2/config.json").read_text())
-        Path(name, "config.json").write_text(json.dumps(of | config))
-    done = evaluate(*command.split())
-    assert done.code == 2, done.out
-    assert MISTAKES[command] in done.err
-
-
 def test_a_fine_tuned_model_is_evaluated_with_the_tokenizer_that_it_brought(here: Path, tmp_path: Path) -> None:
     shutil.copytree("outputs/bert/best", tmp_path / "exported")
     tuned = ["recipe=bert", f"init_from={tmp_path}/exported", "recipe.context=32"]

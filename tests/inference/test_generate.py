@@ -39,15 +39,16 @@ def test_greedy_text_is_of_the_last_tokens_that_the_context_has_room_for(name: s
 
 
 def test_the_same_seed_gives_the_same_texts(here: Path) -> None:
-    texts = [
-        generate("run=outputs/gpt2/best", "prompt=The ", "n=3", "top_k=1000", f"seed={seed}").out for seed in (0, 0, 1)
-    ]
-    assert texts[0] == texts[1] != texts[2]
-    parts = re.split(r"--- \d of 3\n", texts[0])[1:]
+    def texts(*options: str) -> str:
+        return generate("run=outputs/gpt2/best", "prompt=The ", "max_new_tokens=12", *options).out
+
+    three = [texts("n=3", "top_k=1000", f"seed={seed}") for seed in (0, 0, 1)]
+    assert three[0] == three[1] != three[2]
+    parts = re.split(r"--- \d of 3\n", three[0])[1:]
     assert len(set(parts)) == 3
     assert all(part.startswith("The ") for part in parts)
-    assert generate("run=outputs/gpt2/best", "prompt=The ", "top_k=1000").out == parts[0]
-    assert generate("run=outputs/gpt2/best", "prompt=The ", "top_k=1", "n=2", "seed=7").out.count("The ") == 2
+    assert texts("top_k=1000") == parts[0]
+    assert texts("top_k=1", "n=2", "seed=7").count("The ") == 2
 
 
 def test_t5_fills_gaps_and_its_sentinels_are_shown(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,21 +114,3 @@ def test_outputs_that_are_not_finite_end_it(temperature: int, here: Path, tmp_pa
     done = generate(f"run={tmp_path}/best", "prompt=The fox", f"temperature={temperature}")
     assert done.code == 1, done.out
     assert "the model's outputs are not finite; generate with precision=fp32, or from earlier weights" in done.err
-
-
-MISTAKES = {
-    "run=outputs/bert prompt=a": "is a bert, which cannot generate text; give a run of gpt2, llama or t5",
-    "run=outputs/images prompt=a": "is a resnet, which cannot generate text; give a run of gpt2, llama or t5",
-    "run=outputs/chars prompt=λ": "'λ' (1 in all); remove them from this text, or train with data.tokenizer=bytes",
-    "run=outputs/gpt2 prompt=a temperature=-1": "temperature=-1.0 must be at least 0 and finite",
-    "run=outputs/gpt2 prompt=a top_p=0": "top_p=0.0 must be above 0 and at most 1",
-    "run=outputs/gpt2 prompt=a data=text": "data=text has no effect on a model that is trained",
-    "run=outputs/gpt2 prompt=a precision=bf61": "bf61",
-}
-
-
-@pytest.mark.parametrize("command", MISTAKES)
-def test_a_mistake_ends_with_what_to_set_instead(command: str, here: Path) -> None:
-    done = generate(*command.split())
-    assert done.code == 2, done.out
-    assert MISTAKES[command] in done.err

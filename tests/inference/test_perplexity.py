@@ -15,7 +15,7 @@ from tests.inference.conftest import SIZES, script
 
 evaluate = script("inference.evaluate:evaluate")
 CONTEXT = 16
-MODEL = ("recipe=gpt2", "recipe.size=nano", f"recipe.context={CONTEXT}", "data.vocab_size=400", "steps=6", *SIZES[:1])
+MODEL = ("recipe=gpt2", "recipe.size=nano", f"recipe.context={CONTEXT}", "data.vocab_size=300", "steps=6", *SIZES[:1])
 REST = ("eval_samples=1000", "tracking=local", "schedule=constant", "optimizer.lr=0.01")
 
 
@@ -53,7 +53,7 @@ def runs(tmp_path: Path, commands_in_this_process: None, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MANTISSA_CACHE", str(tmp_path / "cache"))
     (tmp_path / "rows").mkdir()
-    for part, rows in (("train", lines(0, 80)), ("validation", lines(80, 100))):
+    for part, rows in (("train", lines(0, 40)), ("validation", lines(40, 50))):
         (tmp_path / "rows" / f"{part}.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows))
         (tmp_path / f"{part}.txt").write_text("".join(rows))
     return tmp_path

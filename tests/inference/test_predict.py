@@ -102,26 +102,3 @@ def test_a_photo_that_cannot_be_read_is_named_and_all_others_are_classified(
         assert [(row["path"], row["class_1"]) for row in found] == [(row["path"], row["class_1"]) for row in whole]
         for name in ("probability_1", "probability_3"):  # in batches of other photos, which rounds otherwise
             assert [float(row[name]) for row in found] == pytest.approx([float(row[name]) for row in whole], abs=0.02)
-
-
-MISTAKES = {
-    "run=outputs/images path=outputs/gpt2": "no images in this folder (looked for .jpg",
-    "run=outputs/images path=phone": ".pnm; passed over: 1 .heic)",
-    "run=outputs/images path=text.txt": "text.txt cannot be read as an image; it is left out",
-    "run=outputs/images path=cut": "path=cut: no photo can be read; give images such as .jpg or .png files",
-    "run=outputs/bert path=photos": "run=outputs/bert is a bert, which does not classify images; give a run of recipe",
-    "run=outputs/gpt2 path=photos": "run=outputs/gpt2 is a gpt2, which does not classify images; give a run of recipe",
-    "run=outputs/images path=photos output=photos/x/y.csv": "output=photos/x/y.csv cannot be written",
-}
-
-
-@pytest.mark.parametrize("command", MISTAKES)
-def test_a_mistake_ends_with_what_to_set_instead(command: str, here: Path) -> None:
-    Path("phone").mkdir(exist_ok=True)
-    Path("phone/IMG_1.HEIC").touch()
-    photo(Path("cut/half.png"), 10, np.random.default_rng(0))
-    content = Path("cut/half.png").read_bytes()
-    Path("cut/half.png").write_bytes(content[: len(content) // 2])
-    done = predict(*command.split())
-    assert done.code == 2, done.out
-    assert MISTAKES[command] in done.err

@@ -252,7 +252,7 @@ class Place:
 
         def all_there() -> bool:
             with suppress(psutil.NoSuchProcess):
-                children = psutil.Process(torchrun.pid).children()
+                children = psutil.Process(torchrun.pid).children(recursive=True)
                 found[:] = [child for child in children if child.name().startswith("rank")]
             return len(found) == self.job.ranks
 

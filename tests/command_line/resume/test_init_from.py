@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +66,17 @@ def test_weights_of_another_program_start_a_recipe_of_any_kind(folder: Path, suc
     done = succeed(*tiny, "init_from=ckpt.pt", "run_name=tuned")
     assert re.search(r"weights +of ckpt\.pt; its model_state_dict, the prefix module\. removed\n", done.out)
     assert read_json(Path("outputs/tuned/run.json"))["init_from"]["run"] == "ckpt.pt"
-    with pytest.raises(UserError, match=r"the weights do not fit: .* is .* there and .* here"):
-        trainer_of(*tiny, "recipe.width=16", "init_from=ckpt.pt")
-    (folder / "nothing").mkdir()
-    with pytest.raises(UserError, match="init_from=nothing holds no file of weights"):
-        trainer_of(*tiny, "init_from=nothing")
 
 
 @pytest.fixture
-def source(succeed: Train, folder: Path) -> Path:
+def source(succeed: Train, folder: Path, once: Callable[[Callable[[], object]], None]) -> Path:
     """A finished run with a tokenizer of its own text."""
-    texts(folder)
-    succeed(*GPT2, "recipe.size=nano", TEXT, "data.path=one.txt", "data.vocab_size=300", "run_name=first")
+
+    def make() -> None:
+        texts(folder)
+        succeed(*GPT2, "recipe.size=nano", TEXT, "data.path=one.txt", "data.vocab_size=300", "run_name=first")
+
+    once(make)
     return Path("outputs/first")
 
 
@@ -167,15 +167,12 @@ def test_a_run_of_a_pretrained_folder_and_what_starts_from_it_are_resumed_withou
         assert same_end(run, f"{run}-whole")
 
 
-def test_the_learning_rate_is_that_of_fine_tuning_where_none_is_given(source: Path, succeed: Train) -> None:
+def test_the_learning_rate_is_that_of_fine_tuning_where_none_is_given(source: Path) -> None:
     new = ("recipe=gpt2", f"init_from={source}", TEXT, "data.path=two.txt")
     rates = {(): 1e-4, ("recipe.lora.rank=2",): 2e-4, ("optimizer.lr=3e-4",): 3e-4, ("optimizer=sgd",): 0.01}
     for more, rate in rates.items():
         assert composed([*new, *more]).optimizer.lr == pytest.approx(rate)
     assert composed(["recipe=gpt2"]).optimizer.lr == 1e-3
-    succeed(*new, *SHORT, "run_name=second")
-    succeed("resume=outputs/second", "steps=3")
-    assert config_of("second")["optimizer.lr"] == 1e-4
 
 
 def test_a_stopped_run_gives_the_best_weights_of_its_checkpoints(source: Path, succeed: Train) -> None:
@@ -216,34 +213,16 @@ REFUSED = {
     "recipe=gpt2 data=hub data.name=two.txt data.vocab_size=4096": "data.vocab_size=4096 has no effect: outputs/first",
     "recipe=gpt2 recipe.pretrained=x": "recipe.pretrained: write init_from=x",
     "recipe=gpt2 data=synthetic data.vocab_size=90": "the weights do not fit: gpt2.transformer.wte.weight is 2",
-    "resume=outputs/first": "cannot resume outputs/first: init_from was None, now outputs/first; restore it",
 }
 
 
 def test_options_that_do_not_fit_the_run_are_named(source: Path, train: Train) -> None:
     for options, message in REFUSED.items():
-        refused = train(*options.split(), f"init_from={source}", "tracking=local", "device=cpu")
-        assert (refused.code, message in refused.err) == (2, True), refused.err
-    assert [path.name for path in Path("outputs").iterdir()] == ["first"]
-
-
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-def test_a_run_that_only_mlflow_has_gives_its_weights_and_its_tokenizer(
-    succeed: Train, folder: Path, store: str
-) -> None:
-    texts(folder)
-    tracked = (*GPT2[:-1], "steps=3", "tracking=mlflow", f"tracking.uri={store}", "recipe.size=nano",
-               "tracking.checkpoints=last")  # fmt: skip
-    succeed(*tracked, TEXT, "data.path=one.txt", "data.vocab_size=300", "run_name=first")
-    best = load_file("outputs/first/best/model.safetensors")
-    run_id = json.loads(Path("outputs/first/tracking.json").read_text())["run_id"]
-    shutil.rmtree("outputs")
-    new = ("recipe=gpt2", f"init_from=mlflow:{run_id}", f"tracking.uri={store}", TEXT, "data.path=two.txt")
-    trainer = start(compose("device=cpu", *new))
-    assert trainer.datasets.vocabulary == len(best["transformer.wte.weight"])
-    own = trainer.model.gpt2.state_dict()
-    assert all(torch.equal(own[name][: len(tensor)], tensor) for name, tensor in best.items())
-    assert compose("device=cpu", *new).source.facts()["mlflow_run_id"] == run_id
+        with pytest.raises(UserError, match=re.escape(message)):
+            start(composed([*options.split(), f"init_from={source}", "device=cpu"]))
+    refused = train("resume=outputs/first", f"init_from={source}")
+    said = "cannot resume outputs/first: init_from was None, now outputs/first; restore it"
+    assert (refused.code, said in refused.err) == (2, True), refused.err
 
 
 @pytest.mark.parametrize(

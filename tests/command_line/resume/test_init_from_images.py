@@ -4,39 +4,32 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.command_line.conftest import Train, write_digits
-from tests.helpers import compose, start
+from tests.helpers import start
 from trainer.checkpoint.reader import load
 from trainer.config.compose import compose as composed
 from trainer.data.contract import SampleId
-from trainer.errors import UserError
 
 SHORT = ("tracking=local", "device=cpu", "batch_size=4", "eval_samples=8", "steps=2")
 DARK = ("data=imagefolder", "data.path=dark", "loader.workers=0")
 
 
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the run of ``digits_source`` is kept for the next test."""
-    return tmp_path_factory.mktemp("kept") / "first"
-
-
 @pytest.fixture
-def digits_source(succeed: Train, folder: Path, kept: Path) -> Path:
+def digits_source(succeed: Train, folder: Path, once: Callable[[Callable[[], object]], None]) -> Path:
     """A finished run on scikit-learn's digits; dark/ has other digits of a tenth of their brightness."""
-    write_digits(folder / "dark", 26)
-    if kept.is_dir():
-        shutil.copytree(kept, "outputs/first")
-        return Path("outputs/first")
-    succeed(*SHORT, "recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "run_name=first")
-    shutil.copytree("outputs/first", kept)
+
+    def make() -> None:
+        write_digits(folder / "dark", 26)
+        succeed(*SHORT, "recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "run_name=first")
+
+    once(make)
     return Path("outputs/first")
 
 
@@ -78,33 +71,3 @@ def test_the_normalisation_of_a_run_without_an_export_is_known_and_a_typed_one_s
     data: Any = start(composed([*new, "recipe.mean=null", "recipe.std=null"])).datasets
     assert data.mean == (0.485, 0.456, 0.406)  # of a folder of images: ImageNet's
     assert not [choice for choice in trainer.decisions if choice.key == "init_from"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("recipe.mean=[0.5,0.5,0.5]", "recipe.mean and recipe.std normalise images together; set both"),
-        ("recipe.mean=[0,0,0] recipe.std=[0.2,0,1]", "recipe.std=.* must be three numbers, each above 0"),
-    ],
-)
-def test_what_is_no_normalisation_is_refused(options: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        composed(["recipe=resnet", *options.split()])
-
-
-def test_new_classes_get_a_new_head_and_the_same_ones_do_not(
-    train: Train, succeed: Train, folder: Path, user_data: None
-) -> None:
-    images = (*SHORT, "recipe=resnet", "data=imagefolder", "data.path=images", "recipe.image_size=16")
-    done = succeed(*images, "recipe.arch=shufflenet_v2_x0_5", "run_name=first")
-    before = load_file("outputs/first/best/model.safetensors")
-    same = start(compose(*images, "init_from=outputs/first/best"))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in same.model.state_dict().items())
-    assert not [choice for choice in same.decisions if choice.key == "init_from"]
-    (folder / "images" / "class1").rename(folder / "images" / "other")
-    other = start(compose(*images, "init_from=outputs/first"))
-    kept = {name: torch.equal(tensor, before[name]) for name, tensor in other.model.state_dict().items()}
-    assert [name for name, same in kept.items() if not same] == ["fc.weight", "fc.bias"]
-    done = train(*images, "init_from=outputs/first", "run_name=second")
-    said = " ".join(done.out.split())
-    assert "of first, step 2; all but the head: a new head (fc.weight, fc.bias): the run" in said

@@ -34,6 +34,12 @@ RUN = [
     "checkpoint.every=5", "log_every=3", "deterministic=true", "tracking=local",
 ]  # fmt: skip
 NAME = "gpt2-fp32-s0"
+SMALL = [
+    "recipe=bignet", "recipe.layers=2", "recipe.width=8", "data.samples=64", "batch_size=4", "eval_samples=4",
+    "checkpoint.every=5", "log_every=3", "steps=60", "eval_every=10", "tracking=local", "profiler=none",
+    "run_name=small",
+]  # fmt: skip
+"""Where bits do not matter."""
 
 
 def logged(run: Path) -> list[dict[str, float]]:
@@ -125,41 +131,40 @@ def test_a_run_whose_folder_is_moved_away_fails_at_once(
 @pytest.mark.parametrize(("how", "left"), [("checkpoint=none", "1234"), ("checkpoint.keep=1", "5")])
 def test_only_a_run_that_saves_removes_checkpoints(how: str, left: str, succeed: Train, folder: Path) -> None:
     saving = ("checkpoint.every=1", "checkpoint.keep=9", "eval_every=100", "schedule=constant")
-    succeed(*RUN, *saving, "steps=4")
-    kept = folder / "outputs" / NAME / "checkpoints"
+    succeed(*SMALL, *saving, "steps=4")
+    kept = folder / "outputs" / "small" / "checkpoints"
     assert [path.name[-1] for path in sorted(kept.iterdir())] == ["1", "2", "3", "4"]
-    succeed(f"resume=outputs/{NAME}", "steps=5", how)
+    succeed("resume=outputs/small", "steps=5", how)
     assert [path.name[-1] for path in sorted(kept.iterdir())] == list(left)
 
 
 def test_resume_auto_starts_a_run_or_takes_the_newest_of_that_name(train: Train, succeed: Train, folder: Path) -> None:
-    done = train(*RUN, "steps=2", "resume=auto")
+    done = train(*SMALL, "steps=2", "resume=auto")
     assert (done.code, "resumed" in done.out) == (0, False), done.err
-    again = succeed(*RUN, "steps=2").out
-    assert f"{NAME} exists; this run is {NAME}-2 (resume=auto would have continued it)\n" in again
-    succeed(*RUN, "steps=2", "seed=1")
+    again = succeed(*SMALL, "steps=2").out
+    assert "small exists; this run is small-2 (resume=auto would have continued it)\n" in again
     for how in ("resume=null", "resume=auto"):  # of a run that saved nothing, as one that was killed at its start
-        done = succeed(*RUN, "steps=2", "run_name=none", "checkpoint=none", how)
+        done = succeed(*SMALL, "steps=2", "run_name=none", "checkpoint=none", how)
     assert "none exists; this run is none-2 (none has no checkpoint)\n" in done.out
     for path in (folder / "outputs").glob("none*"):
         shutil.rmtree(path)
-    done = train(*RUN, "steps=3", "resume=auto")
-    assert f"{NAME}-2, resumed after step 2\n" in done.out
-    assert sorted(path.name for path in (folder / "outputs").iterdir()) == [NAME, f"{NAME}-2", "gpt2-fp32-s1"]
+    done = train(*SMALL, "steps=3", "resume=auto")
+    assert "small-2, resumed after step 2\n" in done.out
+    assert sorted(path.name for path in (folder / "outputs").iterdir()) == ["small", "small-2"]
 
 
 def test_a_finished_run_is_reported_as_complete(train: Train, succeed: Train, folder: Path) -> None:
-    succeed(*RUN, "steps=2")
-    run = folder / "outputs" / NAME
+    succeed(*SMALL, "steps=2")
+    run = folder / "outputs" / "small"
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    for resume in ("auto", f"outputs/{NAME}"):
-        done = train(*RUN, "steps=2", f"resume={resume}")
+    for resume in ("auto", "outputs/small"):
+        done = train(*SMALL, "steps=2", f"resume={resume}")
         assert (done.code, done.err) == (0, "")
-        assert done.out == f"outputs/{NAME} is already complete (2 steps); set steps=4 to continue\n"
-    done = train(*RUN, "steps=1", "resume=auto")
-    assert done.out == f"outputs/{NAME} is already complete (2 steps); steps=1 is below that; set steps=4 to continue\n"
+        assert done.out == "outputs/small is already complete (2 steps); set steps=4 to continue\n"
+    done = train(*SMALL, "steps=1", "resume=auto")
+    assert done.out == "outputs/small is already complete (2 steps); steps=1 is below that; set steps=4 to continue\n"
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
-    done = succeed(*RUN, "steps=4", "resume=auto")
+    done = succeed(*SMALL, "steps=4", "resume=auto")
     assert [point["step"] for point in logged(run) if "loss" in point] == [1, 2, 3, 4]
 
 

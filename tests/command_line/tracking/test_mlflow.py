@@ -22,7 +22,7 @@ import pytest
 
 from tests import forks
 from tests.command_line.conftest import Train
-from tests.serving import free_port, served
+from tests.serving import free_port
 from tests.tracked import once, open_log, points, run_id, runs, tracked
 from trainer.errors import UserError
 from trainer.files import write_json
@@ -192,18 +192,6 @@ def test_a_server_that_does_not_answer_neither_slows_nor_fails_a_run(
     assert len((folder / "run" / "metrics.jsonl").read_text().splitlines()) == 500
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert (summary["status"], summary["loss"]) == ("FINISHED", 1.0)
-
-
-def test_what_is_logged_while_a_server_is_down_arrives_when_it_is_up(folder: Path, store: str) -> None:
-    tracked(folder / "another")  # sets the store up
-    port = free_port()
-    opened = open_log(folder / "run", uri=f"http://127.0.0.1:{port}")
-    for step in range(1, 601):
-        opened.append(step, {"loss": 1 / step})
-    with served(store, port):
-        opened.close("FINISHED", {})
-    assert points(store)["run"] == once(600)
-    assert ("run", "FINISHED") in runs(store)
 
 
 def test_a_run_with_an_upload_that_hangs_is_not_running(

@@ -139,7 +139,6 @@ def test_a_run_is_continued_in_its_own_folder_while_that_is_there(succeed: Train
     assert "run, resumed after step 3" in succeed(f"resume=mlflow:{own}", "steps=6", "output_dir=other").out
     assert not list(Path("other").iterdir())
     assert state(client, own)[3] == Counter(range(1, 7))
-    assert "of run, step 6" in succeed(*JOB, f"init_from=mlflow:{own}", "run_name=tuned").out
 
 
 def test_a_store_on_this_machine_gets_links_that_outlive_the_folder(
@@ -158,6 +157,7 @@ def test_a_store_on_this_machine_gets_links_that_outlive_the_folder(
     succeed(f"resume={RUN}", "steps=6", "eval_every=3")
     assert stored_names(client, own) == sorted(path.name for path in (RUN / "checkpoints").iterdir())
     shutil.rmtree("outputs")
+    assert "of run, step 6" in succeed(*JOB, f"init_from=mlflow:{own}", "run_name=tuned", "tracking=local").out
     succeed(f"resume=mlflow:{own}", "steps=9")
     expected = load(folder / "whole/run/checkpoints").tensors()
     assert same_bits(load(folder / RUN / "checkpoints").tensors(), expected)
@@ -190,11 +190,6 @@ def test_what_somebody_removed_from_mlflow_is_sent_again(succeed: Train, folder:
     replace(TrackedRun.read(RUN), delivered=False).write(RUN)
     assert send(RUN).status == "sent"
     assert stored_names(client, run_id(RUN)) == ["step-00000006"]
-
-
-def test_a_run_that_keeps_no_checkpoint_leaves_none_in_mlflow(succeed: Train, client: MlflowClient) -> None:
-    succeed(*JOB, "steps=3", "checkpoint.keep=0")
-    assert stored_names(client, run_id(RUN)) == []
 
 
 def test_a_damaged_folder_is_passed_over_for_mlflows_copy(

@@ -166,21 +166,6 @@ def test_sync_reports_what_it_did_with_each_run(
     assert (code, points(other)) == (0, {"missed": once(5)}), said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("nowhere", "nowhere is not a run folder"),
-        ("output_dir=nowhere", "output_dir=nowhere: no such folder"),
-        ("uri=mlruns", "uri=mlruns is not a URI that MLflow supports; use sqlite:///mlruns"),
-    ],
-)
-def test_mistakes(folder: Path, sync: Sync, arguments: str, message: str) -> None:
-    (folder / "outputs").mkdir()
-    code, said = sync(*arguments.split())
-    assert code == 2
-    assert message in said
-
-
 def test_a_password_is_not_stored_but_requested(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,75 @@
+"""What evaluate.py, generate.py and predict.py answer to a mistake, and that what they say to do ends well."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.command_line.conftest import Result
+from tests.command_line.mistakes import Row, check, rows
+from tests.inference.conftest import photo, script
+
+TABLE = """
+EVALUATE run=photos | - | the folder has no config.json, so it is no run and no exported model
+EVALUATE run=empty | - | has no weights in empty/best: it has not ended; finish it with:
+EVALUATE run=unsaved | - | it was trained with checkpoint=none, which keeps none
+EVALUATE run=foreign | - | names a model of type mamba, which no recipe has
+EVALUATE run=mlflow:a/b | - | is not a valid run; use run=mlflow:RUN_ID
+EVALUATE GPT2 | recipe=llama | recipe has no effect: run=outputs/gpt2 is a gpt2; leave it out | -
+EVALUATE GPT2 | optimizer.lr=1 | has no effect on a model that is trained | -
+EVALUATE GPT2 | preciison=bf16 | preciison is not an option | precision=bf16
+EVALUATE GPT2 | data=digits | recipe=gpt2 cannot read data=digits | -
+EVALUATE GPT2 | split=test | ; set data.test=…, or use | split=valid | split=all
+EVALUATE GPT2 | micro_batch_size=4,8 | has several values; only those of precision= | micro_batch_size=4
+EVALUATE GPT2 | precision=fp32,bf16 | 8 samples cannot fill the 20 batches of an interval
+EVALUATE GPT2 data=text data.path=other.txt | data.tokenizer=chars | data.tokenizer has no effect | -
+EVALUATE GPT2 | output=text.txt/here | cannot be written
+EVALUATE run=outputs/chars | data=text data.path=greek.txt | characters of the training text: 'γλοςό' (5 in all)
+EVALUATE PHOTOS | data=digits | the class '0', which the model was not trained on
+EVALUATE PHOTOS | recipe.mean=[0,0,0] | recipe.mean has no effect: run=outputs/images normalises | -
+EVALUATE PHOTOS | path=photos | - | data.path=photos
+EVALUATE PHOTOS | split=test | there is none in imagefolder (training photos, | split=valid | split=all
+generate prompt=λ run=outputs/chars | - | 'λ' (1 in all); remove them from this text, or train with
+generate prompt=a GPT2 max_new_tokens=4 | temperature=-1 | must be at least 0 and finite | temperature=0
+generate prompt=a GPT2 max_new_tokens=4 | top_p=0 | must be above 0 and at most 1 | top_p=1
+generate prompt=a GPT2 max_new_tokens=4 | data=text | has no effect on a model that is trained | -
+generate prompt=a GPT2 max_new_tokens=4 | precision=bf61 | - | precision=bf16
+generate prompt=a run=outputs/bert | - | is a bert, which cannot generate text; give a run of gpt2, llama or t5
+generate prompt=a PHOTOS | - | is a resnet, which cannot generate text
+predict PHOTOS | path=outputs/gpt2 | no images in this folder (looked for .jpg
+predict PHOTOS | path=phone | passed over: 1 .heic)
+predict PHOTOS | path=cut | path=cut: no photo can be read; give images such as .jpg or .png files
+predict PHOTOS path=photos | output=photos/x/y.csv | output=photos/x/y.csv cannot be written
+predict path=photos run=outputs/bert | - | is a bert, which does not classify images; give a run of recipe
+"""
+SCRIPTS = {name: script(f"inference.{name}:{name}") for name in ("evaluate", "generate", "predict")}
+
+
+@pytest.fixture
+def files(here: Path) -> None:
+    """Runs that have not ended, a model of another program, and photos that cannot be read."""
+    Path("greek.txt").write_text("λόγος\n" * 400)
+    for name in ("foreign", "empty", "unsaved", "phone"):
+        Path(name).mkdir(exist_ok=True)
+    Path("foreign/config.json").write_text('{"model_type": "mamba"}')
+    for name, config in (("empty", {}), ("unsaved", {"checkpoint.enabled": False})):
+        of = json.loads(Path("outputs/gpt2/config.json").read_text())
+        Path(name, "config.json").write_text(json.dumps(of | config))
+    Path("phone/IMG_1.HEIC").touch()
+    photo(Path("cut/half.png"), 10, np.random.default_rng(0))
+    Path("cut/half.png").write_bytes(Path("cut/half.png").read_bytes()[:500])
+
+
+NAMES = {"EVALUATE": "evaluate eval_samples=8", "GPT2": "run=outputs/gpt2", "PHOTOS": "run=outputs/images"}
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("row", rows(TABLE, **NAMES))
+def test_a_mistake_and_its_remedy(row: Row) -> None:
+    def run(words: list[str]) -> Result:
+        return SCRIPTS[words[0]](*words[1:])
+
+    check(row, run)
