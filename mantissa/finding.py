@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mantissa.step.step import Step
 
 OVERFLOW, UNDERFLOW, DOMAIN, NOT_FINITE, INPUT = "overflow", "underflow", "domain", "not finite", "input"
 ERROR, DTYPE, SCALE, LOST, MOMENT = "error", "dtype", "scale", "lost updates", "optimizer state"
@@ -33,7 +37,18 @@ MEANINGS = {
 FORWARD, BACKWARD, UPDATE, EXAMINATION = "forward", "backward", "update", "examination"
 
 
-@dataclass
+@dataclass(frozen=True)
+class Cure:
+    """What a person can change, and the step with that changed."""
+
+    text: str
+    """What to do, in the words of the loop that the step is from."""
+    step: Step
+    at: dict[str, Any] = field(default_factory=dict)
+    """Fields of a finding that say where the cure changes something: there a fault is that shows nowhere else."""
+
+
+@dataclass(frozen=True)
 class Finding:
     """One fault: where it is, what it is, and from which format on it occurs."""
 
@@ -50,19 +65,26 @@ class Finding:
     """Shape of the operator's result."""
     detail: str = ""
     """The measured numbers, in words."""
-    path: list[str] = field(default_factory=list)
+    path: tuple[str, ...] = ()
     """Modules and operators from the fault to the output that it spoils."""
-    cure: list[str] = field(default_factory=list)
+    cure: tuple[str, ...] = ()
     """Settings, the cheapest first; each was tried, on this step and on those that follow."""
     tensor: str = ""
     """The weight, the buffer, or the batch's tensor and sample that is at fault; empty: none is."""
     line: str = ""
     """Line of the forward code: file, number and text; empty: it is not known."""
+    cures: tuple[Cure, ...] = field(default=(), repr=False, compare=False)
+    """What may cure it, the cheapest first. The first that holds becomes ``cure``."""
 
     @property
     def place(self) -> str:
         """The tensor or the module at fault, in words where that is none."""
         return self.tensor or self.module or "(the model itself, or the loss)"
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What a fault is known by: a check that no longer reports it of a changed step has lost it."""
+        return self.kind, self.place
 
     @property
     def parts(self) -> list[str]:
@@ -74,7 +96,7 @@ class Finding:
     def lines(self) -> list[str]:
         """Return the finding as text for a terminal, two spaces before all lines but the first."""
         fault, *numbers = self.parts
-        lines = [f"FOUND {fault}", *(f"  {each}" for each in numbers)]
+        lines = [f"FOUND {fault}", *(f"  {part}" for part in numbers)]
         if self.line:
             lines.append(f"  at {self.line}")
         if self.path:
@@ -82,11 +104,13 @@ class Finding:
         return lines + [f"  {'or' if number else 'cure:'} {cure}" for number, cure in enumerate(self.cure)]
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Examined:
     """What a check says of a step."""
 
-    findings: list[Finding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    rows: list[Any] = field(default_factory=list)
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+    rows: tuple[Any, ...] = ()
     """What was measured, for a table."""
+    again: Callable[[Step], Examined] | None = field(default=None, repr=False, compare=False)
+    """The same check of another step, beside what this one was compared with; None: the check itself."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, zip_longest
 from operator import itemgetter
 from traceback import walk_tb
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mantissa.display import dtype_name
-from mantissa.doctor.sweep import FP32, FP64
-from mantissa.doctor.training import find_outlier, samples, without_outliers
+from mantissa.doctor.outliers import find_outlier, samples, without_outliers
 from mantissa.errors import described
 from mantissa.finding import BACKWARD, DOMAIN, EXCEPTION, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.formats import FP16
@@ -164,6 +164,11 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def find_origin(passes: Replay, format: str, opened: bool = False) -> Finding | None:
+    draft = _find_origin(passes, format, opened)
+    return draft if draft is None or isinstance(draft, Finding) else Finding(**vars(draft))
+
+
+def _find_origin(passes: Replay, format: str, opened: bool = False) -> Any:
     """Return the fault that makes this step not finite; None: the step is finite, or not by an operator.
 
     The tape is sliced from the step's outputs that are not finite. Where the slice has several first operators, each is
@@ -184,7 +189,8 @@ def find_origin(passes: Replay, format: str, opened: bool = False) -> Finding | 
         return None
     starts = [node for node in slice_ if node.computes] or slice_[:1]
     cause, alone = _cause(passes, starts)
-    finding = replace(cause.at, format=format, path=_path(cause, slice_, found.nonfinite))
+    path = tuple(_path(cause, slice_, found.nonfinite))
+    finding: Any = SimpleNamespace(**vars(replace(cause.at, format=format, path=path)))
     masks = [each for each in cause.roots() if each.is_mask]
     if cause.roots() and (len(masks) < len(cause.roots()) or finding.op.removeprefix("aten.") not in _MASKED):
         return _of_input(passes, cause, finding)
@@ -192,10 +198,10 @@ def find_origin(passes: Replay, format: str, opened: bool = False) -> Finding | 
         with sdpa_kernel(SDPBackend.MATH):
             inside = find_origin(passes, format, opened=True)
         if inside is not None:
-            inside.detail += f"; inside {finding.op}, opened (fused kernels keep the scores in fp32)"
-            return inside
+            opening = f"; inside {finding.op}, opened (fused kernels keep the scores in fp32)"
+            return replace(inside, detail=inside.detail + opening)
     finding.kind, finding.detail = _kind(passes, cause.number)
-    if finding.kind == DOMAIN and format not in (FP32, FP64) and (flushed := _flushed(passes, cause.number)):
+    if finding.kind == DOMAIN and format != "fp32" and (flushed := _flushed(passes, cause.number)):
         detail = f"{flushed.detail}; {finding.op} then divides by 0 or takes a logarithm of it"
         return replace(flushed, kind=UNDERFLOW, format=format, detail=detail, path=finding.path)
     if masks:
@@ -204,25 +210,29 @@ def find_origin(passes: Replay, format: str, opened: bool = False) -> Finding | 
         sample = find_outlier(passes.microbatches)
         if sample is not None:
             finding.detail += f"; {sample}"
-        if format == FP32 and sample is not None and _is_finite_on(passes, map(without_outliers, passes.microbatches)):
+        if (
+            format == "fp32"
+            and sample is not None
+            and _is_finite_on(passes, map(without_outliers, passes.microbatches))
+        ):
             finding.kind, finding.module, finding.tensor = INPUT, "", sample.place
-            finding.cure = [f"leave out {sample.place}: with usual samples in the place of such, the step is finite"]
+            finding.cure = (f"leave out {sample.place}: with usual samples in the place of such, the step is finite",)
             return finding
         for name, tensor in data if sample is None and finding.op == CAST else ():
             if tensor.numel() == math.prod(finding.shape) and tensor.float().abs().max() > FP16.largest:
                 small = (map_tensors(one, lambda own: own.float().tanh().to(own.dtype)) for one in passes.microbatches)
                 finding.tensor, finding.cure = (
                     name,
-                    [f"standardize {name}"] if _is_finite_on(passes, small) else [],
+                    (f"standardize {name}",) if _is_finite_on(passes, small) else (),
                 )
                 return finding
     if finding.op == "aten.exp":
         finding.detail += "; subtract the maximum before exp, as torch.logsumexp does"
     if finding.kind == DOMAIN and finding.direction == BACKWARD:
         finding.detail += "; torch.where and masks leave such a derivative as it is: change what it is computed from"
-    if format == FP32 and (rows := _spoiling(passes)):
+    if format == "fp32" and (rows := _spoiling(passes)):
         finding.detail += f"; {samples(rows)} of the batch alone"
-        finding.cure = [f"leave out {samples(rows)}: without, the step is finite"]
+        finding.cure = (f"leave out {samples(rows)}: without, the step is finite",)
     if not alone:
         finding.detail += f"; {len(starts)} operators are not finite independently of each other, this is the first"
     return finding
@@ -240,7 +250,7 @@ def _is_finite_on(replay: Replay, microbatches: Iterable[Batch]) -> bool:
     return _is_finite(replay, replay.step.with_microbatches(microbatches))
 
 
-def _of_input(passes: Replay, cause: Node, finding: Finding) -> Finding:
+def _of_input(passes: Replay, cause: Node, finding: Any) -> Any:
     """Name the tensor and the sample that is not finite before the step, with a cure that was tried."""
     outside = min(cause.roots(), key=lambda each: not each.name.startswith("batch"))
     name, rows, finding.kind = outside.name, outside.rows, INPUT
@@ -262,7 +272,7 @@ def _of_input(passes: Replay, cause: Node, finding: Finding) -> Finding:
         cure = f"finite values in {name}: with zeros in their place, the step is finite"
         batches = [map_tensors(batch, _without_infinities) for batch in passes.microbatches]
         cured = _is_finite(passes, passes.step.with_microbatches(batches).with_values(_without_infinities))
-    finding.cure = [cure] if cured else []
+    finding.cure = (cure,) if cured else ()
     return finding
 
 
@@ -298,13 +308,15 @@ def _without_infinities(tensor: Tensor) -> Tensor:
     return tensor.nan_to_num(0.0, 0.0, 0.0) if tensor.is_floating_point() else tensor
 
 
-def name_overflows(passes: Replay, errors: list[Finding]) -> list[Finding]:
+def name_overflows(passes: Replay, errors: Sequence[Finding]) -> list[Finding]:
     """Return errors of modules, those that are overflows named so: their infinities harm nothing, 1/inf is 0.
 
     Args:
         passes: in the run's own format, in which the step is finite.
         errors: of the kind ``ERROR``.
     """
+    if not errors:
+        return []
     tape = Tape()
     with Trace(passes.model, tape.visit, lines=True):
         passes.run()

@@ -67,9 +67,6 @@ _SIGNAL = 0.1
 """Share of the variation of an input over the samples that a format may round away."""
 _ROWS = 8
 """Samples from which on each column of a table can be judged alone."""
-_WRONG, _WRONG_LOSS, _SHARE, _PERTURBATIONS = 0.5, 0.25, 1e-3, 2
-"""Relative errors from which on a gradient of the step, and its loss, are wrong; the share of the whole gradient's norm
-that a parameter's must have; how often weights and inputs are perturbed."""
 _GRADIENT_SCALES = (0, 8, -8)
 """Exponents to try in fp16, where a gradient's largest element is made 2 to that power: what one of them fixes is the
 loss scale's matter."""
@@ -120,7 +117,8 @@ def local_errors(step: Step) -> Examined:
     """Return the local errors of a step in its run's format, a ``LocalError`` each."""
     name = step.format.name
     low, reference, calls = record(step)
-    result = Examined()
+    table: list[LocalError] = []
+    findings, notes = [], []
     worst: dict[tuple[str, str], LocalError] = {}
     left_out: dict[str, set[str]] = {}
     for call in calls:
@@ -131,13 +129,13 @@ def local_errors(step: Step) -> Examined:
             call.skipped = f"it cannot be called alone ({type(error).__name__})"
         if call.skipped:
             left_out.setdefault(call.skipped, set()).add(call.module or "the model")
-        result.rows += rows
+        table += rows
         for row in (row for row in rows if row.ratio > 1):
             key = row.module, row.direction
             worst[key] = max(worst.get(key, row), row, key=lambda row: (row.kind == UNDERFLOW, row.ratio))  # its cause
     for why, modules in left_out.items():
         which = f"{listed(sorted(modules), 'module')} are" if len(modules) > 1 else f"{min(modules)} is"
-        result.notes.append(f"errors of modules: {which} left out: {why}")
+        notes.append(f"errors of modules: {which} left out: {why}")
     for (module, direction), row in worst.items():
         if direction == BACKWARD and (module, FORWARD) in worst:  # a wrong result has a wrong gradient
             continue
@@ -146,8 +144,8 @@ def local_errors(step: Step) -> Examined:
             detail = (
                 f"{row.tensor}: {row.e:.0%} of what is not 0 comes out as 0, or far too small, beside larger numbers"
             )
-        result.findings.append(Finding(row.kind, direction, module, name, detail=detail))
-    return result
+        findings.append(Finding(row.kind, direction, module, name, detail=detail))
+    return Examined(findings=tuple(findings), notes=tuple(notes), rows=tuple(table))
 
 
 def harmful_errors(step: Step) -> Examined:
@@ -174,13 +172,13 @@ def harmful_errors(step: Step) -> Examined:
         is_large = any((error.module, error.direction) in large for error in errors)
         if is_large or _fixes(step, [error.module for error in errors], wrong, exact):
             harmful += errors
-    found.notes += [
+    notes = [
         f"{error.kind} in {error.place} ({error.detail}): the gradients of the step are right in spite of it"
         for error in found.findings
         if error not in harmful
     ]
-    found.findings = [error for error in found.findings if error in harmful]
-    return found
+    told = tuple(error for error in found.findings if error in harmful)
+    return replace(found, findings=told, notes=(*found.notes, *notes))
 
 
 def _fixes(step: Step, modules: list[str], wrong: dict[str, float], exact: Gradients) -> bool:
@@ -190,51 +188,6 @@ def _fixes(step: Step, modules: list[str], wrong: dict[str, float], exact: Gradi
         with suppress(FormatError, RuntimeError), without_dropout():
             fixed = _errors(step.in_fp32(modules).as_run().true_gradients(), exact)
     return any(fixed.get(name, 0.0) < e / 2 for name, e in wrong.items())
-
-
-@dataclass
-class WrongGradients:
-    """The gradients, and the loss, that a format has wrong beyond what its rounding of weights and inputs does."""
-
-    exact: Gradients
-    wrong: dict[str, float]
-    """Relative errors by parameter; an empty name: the loss."""
-    finding: Finding | None = None
-
-    def fixed_by(self, passes: Replay) -> bool:
-        """Return whether other passes have them right, or half as wrong."""
-        with without_dropout():
-            other = _errors(passes.true_gradients(), self.exact)
-        return bool(self.wrong) and all(other.get(name, math.inf) < error / 2 for name, error in self.wrong.items())
-
-
-def wrong_gradients(step: Step) -> WrongGradients:
-    """Compare the gradients of the whole step with the reference's: also what no module computes, such as the loss."""
-    with without_dropout():
-        reference = step.exact()
-        exact = reference.true_gradients()
-        least = dict.fromkeys(exact, 0.0)  # errors that rounding explains
-        for seed in range(_PERTURBATIONS):
-            unit = step.format.number.unit_roundoff
-            (reference.microbatches,) = reference.perturb(unit, seed, [step.microbatches])
-            for name, error in _errors(reference.true_gradients(), exact).items():
-                least[name] = max(least[name], error)
-        own = _errors(step.as_run().true_gradients(), exact)
-    total = math.hypot(*(each.norm().item() for name, each in exact.items() if name))
-    limits = {name: max(_WRONG if name else _WRONG_LOSS, FACTOR * least[name]) for name in own}
-    wrong = {
-        name: error
-        for name, error in own.items()
-        if error > limits[name] and (not name or float(exact[name].norm()) > _SHARE * total)
-    }
-    result = WrongGradients(exact, wrong)
-    if wrong:
-        worst = max(wrong, key=lambda name: wrong[name] / limits[name])
-        what = f"the gradient of {worst}" if worst else "the loss"
-        detail = f"{what} has a relative error of {wrong[worst]:.2g}; rounding explains {least[worst]:.2g}"
-        detail += rounded_away(step)
-        result.finding = Finding(ERROR, BACKWARD if worst else FORWARD, "", step.format.name, detail=detail)
-    return result
 
 
 def rounded_data(step: Step, share: float = _SIGNAL, columns: bool = False) -> Finding | None:
@@ -718,7 +671,7 @@ def _as_called(passes: Replay, call: Call) -> Iterator[None]:
     autocast = torch.autocast(passes.step.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
     islands.entered = call.in_fp32_module
     try:
-        with passes.around(), passes.autocast(), autocast, without_dropout(recomputes=False):
+        with passes.around(), passes.built.autocast(), autocast, without_dropout(recomputes=False):
             yield
     finally:
         islands.entered = False

@@ -6,7 +6,7 @@ import csv
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from mantissa.display import finite
 from mantissa.doctor.diagnosis import FOUND, HEALTHY, INCOMPLETE, Diagnosis, TakenStep
 from mantissa.doctor.fp16_range import LOWEST, Exponents
 from mantissa.doctor.sweep import DIFFERENT
-from mantissa.finding import FORWARD, MEANINGS, OVERFLOW
+from mantissa.finding import FORWARD, MEANINGS, OVERFLOW, Finding
 from mantissa.verdict.page import Plot, Report, Section, measured_on
 
 VERDICT = "verdict.json"
@@ -67,7 +67,7 @@ def _facts(diagnosis: Diagnosis) -> dict[str, Any]:
         "failed": replay.failed,
         **finite({"loss": replay.loss, "grad_norm": replay.grad_norm}),
         "skipped": replay.skipped,
-        "loss_scale": replay.step.scale,
+        "loss_scale": diagnosis.step.scale,
         "formats": [
             {name: getattr(trial, name) for name in ("name", "status", "scale", "why")}
             | finite({"loss": trial.loss})
@@ -75,10 +75,11 @@ def _facts(diagnosis: Diagnosis) -> dict[str, Any]:
             for trial in diagnosis.sweep
         ],
         "scales": None if found is None else {"highest": found.highest, "lowest": found.lowest},
-        "findings": [asdict(finding) for finding in diagnosis.findings],
+        "findings": [_row(finding) for finding in diagnosis.findings],
         "islands": None
         if islands is None
-        else asdict(islands) | {"override": replay.step.remedies.modules(islands.fp32_modules)},
+        else {name: getattr(islands, name) for name in ("modules", "minimal", "own", "cost")}
+        | {"override": replay.step.remedies.modules(islands.step.fp32_modules)},
         "notes": diagnosis.notes,
         "left_out": budget.left_out,
         "crashes": budget.crashes,
@@ -89,14 +90,20 @@ def _facts(diagnosis: Diagnosis) -> dict[str, Any]:
 
 def _tables(diagnosis: Diagnosis) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of what was examined, by check."""
-    found = {}
-    if diagnosis.manifest is not None:
-        found["manifest"] = [row._asdict() for row in diagnosis.manifest.rows]
-    if diagnosis.range is not None:
-        found["range"] = [_exponents(layer) for layer in diagnosis.range.rows]
-    if diagnosis.modules is not None:
-        found["modules"] = [asdict(row) | {"ratio": row.ratio} for row in diagnosis.modules.rows]
-    return found
+    examined = diagnosis.examined
+    tables = {}
+    if "manifest" in examined:
+        tables["manifest"] = [row._asdict() for row in examined["manifest"].rows]
+    if "range" in examined:
+        tables["range"] = [_exponents(layer) for layer in examined["range"].rows]
+    if "modules" in examined:
+        tables["modules"] = [asdict(row) | {"ratio": row.ratio} for row in examined["modules"].rows]
+    return tables
+
+
+def _row(finding: Finding) -> dict[str, Any]:
+    """Return a finding as JSON holds it."""
+    return {of.name: getattr(finding, of.name) for of in fields(finding) if of.name != "cures"}
 
 
 def write_report(

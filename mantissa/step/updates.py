@@ -335,7 +335,7 @@ def judge(updates: dict[str, Counts], format: Format) -> Examined:
         found.append(finding(LOST, parameter, detail))
     modules = {each.module for each in found}
     notes = [f"{len(modules)} modules have such updates; the worst {_SHOWN} are shown"] if len(found) > _SHOWN else []
-    return Examined(findings=found[:_SHOWN], notes=notes)
+    return Examined(findings=tuple(found[:_SHOWN]), notes=tuple(notes))
 
 
 def _worst(shares: dict[str, float]) -> dict[str, float]:
