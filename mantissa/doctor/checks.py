@@ -10,10 +10,11 @@ from mantissa.doctor.budget import Budget, LeftOutError
 from mantissa.doctor.cause import name_overflows
 from mantissa.doctor.compiled import compiled
 from mantissa.doctor.cures import line_of_error, module_cure
+from mantissa.doctor.data import rounded_data
 from mantissa.doctor.dtypes import manifest
 from mantissa.doctor.fp16_range import fp16_range
 from mantissa.doctor.gradients import gradients
-from mantissa.doctor.module_errors import harmful_errors, local_errors, rounded_data
+from mantissa.doctor.module_errors import harmful_errors, local_errors
 from mantissa.doctor.training import divergence
 from mantissa.doctor.updates import state_updates, updates
 from mantissa.doctor.whole_gradients import whole_gradients
@@ -103,7 +104,7 @@ def module_errors(step: Step, budget: Budget) -> Examined:
 def _errors_beside(harmless: frozenset[str], step: Step) -> Examined:
     """Return the errors of modules but for some."""
     errors = [error for error in local_errors(step).findings if error.module not in harmless]
-    return Examined(findings=tuple(name_overflows(step.as_run(), errors)))
+    return Examined(findings=name_overflows(step.as_run(), errors))
 
 
 NOTHING: frozenset[Fault] = frozenset()

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from mantissa.display import size
 from mantissa.doctor.budget import Budget
-from mantissa.doctor.cause import UNWRITTEN, find_exception, find_origin
+from mantissa.doctor.cause import find_exception, find_origin
 from mantissa.doctor.dtypes import NO_CAST, explicit_casts
+from mantissa.doctor.tape import UNWRITTEN
 from mantissa.errors import FormatError
 from mantissa.finding import BACKWARD, DOMAIN, EXCEPTION, FORWARD, OVERFLOW, UNDERFLOW, Cure, Examined, Finding
 from mantissa.formats import FP16, Format

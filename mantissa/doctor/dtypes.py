@@ -13,7 +13,7 @@ from mantissa.doctor.budget import Budget
 from mantissa.finding import DTYPE, FORWARD, Cure, Examined, Finding
 from mantissa.formats import FP32, plain
 from mantissa.step.step import Replay, Step
-from mantissa.step.trace import CAST, PRODUCTS, DtypeRecorder, Op, Row, Trace
+from mantissa.step.trace import CAST, PRODUCTS, DtypeRecorder, Op, Row, Site, Trace
 
 NO_CAST = "no cast to 16 bits in this line"
 
@@ -134,24 +134,24 @@ def _casts_in_fp32(replay: Replay) -> list[Finding]:
     if replay.format.half is not None:
         return []
     detail = f"the code casts to 16 bits, which precision={replay.format.name} does not ask for"
-    return [replace(cast, kind=DTYPE, format=replay.format.name, detail=detail) for cast in explicit_casts(replay)[:1]]
+    return [cast.finding(DTYPE, replay.format.name, detail=detail) for cast in explicit_casts(replay)[:1]]
 
 
-def explicit_casts(replay: Replay, backward: bool = False) -> list[Finding]:
+def explicit_casts(replay: Replay, backward: bool = False) -> list[Site]:
     """Return where the code asks for 16 bits, once for each line.
 
     Args:
         replay: in fp32, or in 16 bits, where lines with products are left out, whose casts may be autocast's.
         backward: in the backward pass, by hooks and functions of the code's own, and not in the forward pass.
     """
-    lines: dict[str, Finding] = {}
+    lines: dict[str, Site] = {}
     products: set[str] = set()
     half = replay.format.half is not None
 
     def note(op: Op) -> None:
         line = str(op.line or "")
         if (op.asks_for_half if half else op.casts_to_half) and op.in_backward == backward:
-            lines.setdefault(line, op.finding(op.result))
+            lines.setdefault(line, op.site(op.result))
         if half and op.bare_name in PRODUCTS:
             products.add(line)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.cures import scale_cures
-from mantissa.doctor.module_errors import NOISE
+from mantissa.doctor.limits import NOISE
 from mantissa.finding import BACKWARD, SCALE, UNDERFLOW, Examined, Finding
 from mantissa.formats import FP16
 from mantissa.step.step import LEAST_SCALE, Batch, Replay, Step

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -149,7 +148,7 @@ def _cast(step: Step, exact: ReplayResult) -> list[Finding]:
     for cast in casts:
         other = other.without_casts(cast.line)
     kind, cures = UNDERFLOW if share else ERROR, (Cure(NO_CAST, other),)
-    return [replace(casts[0], kind=kind, direction=BACKWARD, format=FP32.name, detail=detail, cures=cures)]
+    return [casts[0].finding(kind, FP32.name, direction=BACKWARD, detail=detail, cures=cures)]
 
 
 def _disproportionate(replay: Replay, names: list[str]) -> list[str]:

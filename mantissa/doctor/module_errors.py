@@ -1,9 +1,8 @@
 """Local errors: the own operators of each module, in the run's format and in the reference's, from the same inputs.
 
-Every module call of a step in the reference is computed again alone, which means: the operators that are in no
-submodule. They get what they had in the reference: the call's inputs, the submodules' results, and the gradients of all
-that they compute: the call's results, and the submodules' inputs. So an error has one place, errors do not add up, and
-a rounding in one layer flips no ReLU of the next, which would change gradients by the square root of the unit roundoff.
+Every module call of a step in the reference is computed again alone (``calls``). So an error has one place, errors do
+not add up, and a rounding in one layer flips no ReLU of the next, which would change gradients by the square root of
+the unit roundoff.
 
 An error is compared with what rounding makes unavoidable: the reference's own change when inputs, weights and
 gradients are rounded (the condition), or one rounding for each matmul in series, whose errors add up like
@@ -16,29 +15,24 @@ import copy
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mantissa.display import dtype_name, listed
+from mantissa.display import listed
+from mantissa.doctor.calls import Call, Evaluated, as_called, evaluate, record
+from mantissa.doctor.limits import HARM, NOISE
+from mantissa.doctor.random import without_dropout
 from mantissa.errors import FormatError
-from mantissa.finding import BACKWARD, ERROR, FORWARD, INPUT, UNDERFLOW, Examined, Finding
+from mantissa.finding import BACKWARD, ERROR, FORWARD, UNDERFLOW, Examined, Finding
 from mantissa.formats import BF16, FP16, FP32, TF32, Number, scaled_number
-from mantissa.step import islands
-from mantissa.step.step import Gradients, Replay, Step, batch_key
+from mantissa.step.step import Gradients, Replay, Step
 from mantissa.step.trace import PRODUCTS, Op, Trace
-from mantissa.tensors import in_dtype, numbers_in, relative_error, storage
+from mantissa.tensors import in_dtype, relative_error
 
 FACTOR = 8
 SUM = 0.6
@@ -54,19 +48,15 @@ _COLUMNS, _LOST = 16, 0.75
 """Of so many columns of an operand, which share scales, so many of the numbers that are not 0 come out as 0, or at less
 than half, where that is a fault. In nvfp4 the same simulation loses 0.07 of normal numbers, 0.17 behind a GELU, and
 at most 0.61, of normal numbers times exp(2 normal ones); mxfp8 and fp8 lose at most 0.06."""
-NOISE = 0.5
-"""From this condition on, a result is noise in this format however it is computed, and is not judged."""
 _LARGE = 0.25
 """From this relative error on a module's result is wrong, whatever comes of it."""
 _ORDERS = ("topk", "sort", "argmax", "argmin", "nms")
 """Operators, by their bare names, that choose or order by size."""
-HARM, _HARM_OF_FEW, _FEW = 0.05, 0.25, 16
-"""Relative errors of a step's gradients from which on an error in a module does harm; of up to so many elements the
-second one."""
-_SIGNAL = 0.1
-"""Share of the variation of an input over the samples that a format may round away."""
-_ROWS = 8
-"""Samples from which on each column of a table can be judged alone."""
+_HARM_OF_FEW, _FEW = 0.25, 16
+"""Relative error of a step's gradients of up to so many elements from which on an error in a module does harm."""
+_WRONG, _WRONG_LOSS, _SHARE, _PERTURBATIONS = 0.5, 0.25, 1e-3, 2
+"""Relative errors from which on a gradient of the step, and its loss, are wrong; the share of the whole gradient's norm
+that a parameter's must have; how often weights and inputs are perturbed."""
 _GRADIENT_SCALES = (0, 8, -8)
 """Exponents to try in fp16, where a gradient's largest element is made 2 to that power: what one of them fixes is the
 loss scale's matter."""
@@ -112,40 +102,44 @@ class LocalError:
         judged = self.cond < NOISE and math.isfinite(self.e)
         return self.e / self.bound if judged else 0.0
 
+    def finding(self, format: str) -> Finding:
+        """Return it as a fault."""
+        detail = f"{self.tensor}: e {self.e:.2g}, {self.limit} = {self.bound:.2g}"
+        if self.kind == UNDERFLOW:
+            lost = f"{self.e:.0%} of what is not 0 comes out as 0, or far too small, beside larger numbers"
+            detail = f"{self.tensor}: {lost}"
+        return Finding(self.kind, self.direction, self.module, format, detail=detail)
+
 
 def local_errors(step: Step) -> Examined:
     """Return the local errors of a step in its run's format, a ``LocalError`` each."""
-    name = step.format.name
     low, reference, calls = record(step)
-    table: list[LocalError] = []
-    findings, notes = [], []
+
+    # Every call alone, children first; the worst row of each module and direction.
+    rows: list[LocalError] = []
     worst: dict[tuple[str, str], LocalError] = {}
     left_out: dict[str, set[str]] = {}
     for call in calls:
-        rows: list[LocalError] = []
+        of_call: list[LocalError] = []
         try:
-            rows = _Comparison(low, reference, call).rows()
+            of_call = _Comparison(low, reference, call).rows()
         except Exception as error:  # a module that routes by values, or counts its calls, cannot be called alone
             call.skipped = f"it cannot be called alone ({type(error).__name__})"
         if call.skipped:
             left_out.setdefault(call.skipped, set()).add(call.module or "the model")
-        table += rows
-        for row in (row for row in rows if row.ratio > 1):
+        rows += of_call
+        for row in (row for row in of_call if row.ratio > 1):
             key = row.module, row.direction
             worst[key] = max(worst.get(key, row), row, key=lambda row: (row.kind == UNDERFLOW, row.ratio))  # its cause
+
+    # A wrong result has a wrong gradient, which is no fault of its own.
+    faults = [row for row in worst.values() if row.direction == FORWARD or (row.module, FORWARD) not in worst]
+    notes = []
     for why, modules in left_out.items():
         which = f"{listed(sorted(modules), 'module')} are" if len(modules) > 1 else f"{min(modules)} is"
         notes.append(f"errors of modules: {which} left out: {why}")
-    for (module, direction), row in worst.items():
-        if direction == BACKWARD and (module, FORWARD) in worst:  # a wrong result has a wrong gradient
-            continue
-        detail = f"{row.tensor}: e {row.e:.2g}, {row.limit} = {row.bound:.2g}"
-        if row.kind == UNDERFLOW:
-            detail = (
-                f"{row.tensor}: {row.e:.0%} of what is not 0 comes out as 0, or far too small, beside larger numbers"
-            )
-        findings.append(Finding(row.kind, direction, module, name, detail=detail))
-    return Examined(findings=tuple(findings), notes=tuple(notes), rows=tuple(table))
+    findings = tuple(row.finding(step.format.name) for row in faults)
+    return Examined(findings=findings, notes=tuple(notes), rows=tuple(rows))
 
 
 def harmful_errors(step: Step) -> Examined:
@@ -153,32 +147,32 @@ def harmful_errors(step: Step) -> Examined:
 
     A small one does no harm where what it is in is masked, or small beside the rest: rows of padding, for example.
     """
-    found = local_errors(step)
-    if not found.findings:
-        return found
-    large = {(row.module, row.direction) for row in found.rows if row.ratio > 1 and row.e > _LARGE and not row.sorts}
+    local = local_errors(step)
+    if not local.findings:
+        return local
     with without_dropout():
-        exact = step.reference().true_gradients()
-        passes = step.as_run()
-        own = _errors(passes.true_gradients(), exact)
+        exact, low = step.reference().true_gradients(), step.as_run()
+        errors = _errors(low.true_gradients(), exact)
     # The error from which on a gradient is wrong; that of few elements is that of their sums by chance.
-    wrong = {name: e for name, e in own.items() if e > (HARM if exact[name].numel() > _FEW else _HARM_OF_FEW)}
+    wrong = {name: e for name, e in errors.items() if e > (HARM if exact[name].numel() > _FEW else _HARM_OF_FEW)}
+
     # What each layer repeats is judged together: one of them alone changes little.
+    large = {(row.module, row.direction) for row in local.rows if row.ratio > 1 and row.e > _LARGE and not row.sorts}
     siblings: dict[type[nn.Module], list[Finding]] = {}
-    for error in found.findings:
-        siblings.setdefault(type(passes.model.get_submodule(error.module)), []).append(error)
+    for finding in local.findings:
+        siblings.setdefault(type(low.model.get_submodule(finding.module)), []).append(finding)
     harmful: list[Finding] = []
-    for errors in siblings.values():
-        is_large = any((error.module, error.direction) in large for error in errors)
-        if is_large or _fixes(step, [error.module for error in errors], wrong, exact):
-            harmful += errors
-    notes = [
-        f"{error.kind} in {error.place} ({error.detail}): the gradients of the step are right in spite of it"
-        for error in found.findings
-        if error not in harmful
-    ]
-    told = tuple(error for error in found.findings if error in harmful)
-    return replace(found, findings=told, notes=(*found.notes, *notes))
+    for findings in siblings.values():
+        is_large = any((finding.module, finding.direction) in large for finding in findings)
+        if is_large or _fixes(step, [finding.module for finding in findings], wrong, exact):
+            harmful += findings
+    harmless = tuple(
+        f"{finding.kind} in {finding.place} ({finding.detail}): the gradients of the step are right in spite of it"
+        for finding in local.findings
+        if finding not in harmful
+    )
+    told = tuple(finding for finding in local.findings if finding in harmful)
+    return replace(local, findings=told, notes=local.notes + harmless)
 
 
 def _fixes(step: Step, modules: list[str], wrong: dict[str, float], exact: Gradients) -> bool:
@@ -190,56 +184,11 @@ def _fixes(step: Step, modules: list[str], wrong: dict[str, float], exact: Gradi
     return any(fixed.get(name, 0.0) < e / 2 for name, e in wrong.items())
 
 
-def rounded_data(step: Step, share: float = _SIGNAL, columns: bool = False) -> Finding | None:
-    """Return where a tensor of the batch is rounded by more than a share of what varies in it over the samples.
-
-    With ``columns`` those of a table are judged, each alone.
-    """
-    passes = step.as_run()
-    batch = passes.microbatches[0]
-    found: list[Finding] = []
-
-    def note(op: Op) -> None:  # a loss is given copies of the tensors
-        if not op.casts_to_half or found or op.args[0].layout != torch.strided:
-            return
-        given = op.args[0].flatten()
-        for name, tensor in batch.items():
-            judged = tensor.ndim == 2 and len(tensor) >= _ROWS if columns else tensor.ndim
-            if (
-                judged
-                and tensor.is_floating_point()
-                and tensor.layout == torch.strided
-                and torch.equal(tensor.flatten(), given)
-            ):
-                exact = tensor.detach().double()
-                error = op.result.reshape(tensor.shape).double() - exact
-                varies, lost, size = (
-                    torch.linalg.vector_norm(each, dim=0 if columns else None)
-                    for each in (exact - exact.mean(0), error - error.mean(0), exact)
-                )
-                lost = (lost / varies.clamp(min=1e-12 * size)).nan_to_num(0.0)  # a constant has nothing to lose
-                if (lost > share).any():
-                    numbers = (lost > share).nonzero().flatten().tolist()
-                    where = listed(list(map(str, numbers)), "column") if columns else "it"
-                    key = batch_key(name)
-                    part = f"{lost.max().clamp(max=1):.0%} of what varies in {where}"
-                    detail = f"rounding {key} to {dtype_name(op.result.dtype)} loses {part}: subtract the mean before"
-                    finding = op.finding(op.result)
-                    found.append(replace(finding, kind=INPUT, format=step.format.name, detail=detail, tensor=key))
-
-    with Trace(passes.model, note):
-        passes.loss(batch)
-    return next(iter(found), None)
+def _errors(gradients: Gradients, exact: Gradients) -> dict[str, float]:
+    return {name: relative_error(each, exact[name]) for name, each in gradients.items() if name in exact}
 
 
-def rounded_away(step: Step) -> str:
-    """Return what to add to a detail where data is rounded away."""
-    finding = rounded_data(step)
-    return f"; {finding.detail}" if finding else ""
-
-
-def _errors(found: Gradients, exact: Gradients) -> dict[str, float]:
-    return {name: relative_error(each, exact[name]) for name, each in found.items() if name in exact}
+# --- one call ---
 
 
 class _Comparison:
@@ -262,30 +211,35 @@ class _Comparison:
         call = self._call
         if call.skipped:
             return []
+
+        # In the reference, which also says what gradients the calls inside of it get.
         sources = [value.tensor for value in self._sources]
         exact = evaluate(self._reference, call, sources, self._cotangents)
         for number, value in enumerate(call.given.values):
             value.gradient = exact.gradients.get(f"input {number}")
         if not call.computes:
             return []
+
+        # In the low precision, then rounded as that says. In fp16 at the scale that holds most of the gradients.
         exponents = _GRADIENT_SCALES if self._number is FP16 else (0,)
         scale = self._scale(exponents[0])
         low = self._low(scale)
         changed = self._rounded()
-        found = self._rows(exact, changed, low, scale)
+        rows = self._rows(exact, changed, low, scale)
         for exponent in exponents[1:]:
-            if not any(row.direction == BACKWARD and not row.e <= row.bound for row in found):
+            if not any(row.direction == BACKWARD and not row.e <= row.bound for row in rows):
                 break
             scale = self._scale(exponent)
             other = self._rows(exact, changed, self._low(scale), scale)
-            found = [min(pair, key=lambda row: row.e / row.bound) for pair in zip(found, other, strict=True)]
-        return found + (self._lost() if self._number.scaled else [])
+            rows = [min(pair, key=lambda row: row.e / row.bound) for pair in zip(rows, other, strict=True)]
+        return rows + (self._lost() if self._number.scaled else [])
 
     def _lost(self) -> list[LocalError]:
         """Return the share of each operand that a scaled layer loses, as it is seen beside an identity matrix."""
+        # The layer computes the identity times the weight, the input and the gradient in turn.
         layer, x, gradient = copy.deepcopy(self._layer), self._sources[0].tensor, self._cotangents[0]
         eye, layer.bias = functools.partial(torch.eye, device=x.device), None
-        with _as_called(self._in_low, self._call):
+        with as_called(self._in_low, self._call):
             weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()
             operands = [(FORWARD, "weight", weight, layer(eye(x.shape[-1])).t())]
             layer.weight = nn.Parameter(eye(x.shape[-1]))
@@ -295,6 +249,8 @@ class _Comparison:
                 result = layer(nothing.requires_grad_())
                 (low,) = torch.autograd.grad(result, nothing, gradient.to(result.dtype))
                 operands.append((BACKWARD, "gradient of result 0", gradient, low))
+
+        # Of columns that share scales, how many numbers come out far too small.
         rows = []
         for direction, name, exact, low in operands:
             exact, low = (each.detach().abs().unflatten(-1, (-1, _COLUMNS)).flatten(0, -3) for each in (exact, low))
@@ -324,11 +280,11 @@ class _Comparison:
             self._sorts |= op.bare_name in _ORDERS
 
         with Trace(None, count):
-            found = evaluate(self._in_low, self._call, sources, cotangents)
+            low = evaluate(self._in_low, self._call, sources, cotangents)
         self._forward, self._backward = roundings[False], roundings[True]
         # Divided in the reference's dtype, in which a small scale loses nothing.
         dtype = next(self._reference.model.parameters()).dtype
-        return found._replace(gradients={name: in_dtype(g, dtype) / scale for name, g in found.gradients.items()})
+        return low._replace(gradients={name: in_dtype(g, dtype) / scale for name, g in low.gradients.items()})
 
     def _rounded(self) -> Evaluated:
         """Round what the low precision rounds: its 16-bit tensors, and where there are matmuls all others, too."""
@@ -340,7 +296,7 @@ class _Comparison:
 
         sources = [as_low(value.tensor, value.low) for value in self._sources]
         cotangents = [
-            each.gradient if each.gradient is None else as_low(each.gradient, each.low) for _, each in self._targets
+            None if value.gradient is None else as_low(value.gradient, value.low) for _, value in self._targets
         ]
         with _rounded_weights(self._module, number):
             return evaluate(self._reference, self._call, sources, cotangents)
@@ -350,7 +306,7 @@ class _Comparison:
         rows = []
         for number, (name, _) in enumerate(self._targets):
             result = low.targets[number]
-            expected, other = (_within(each.targets[number], result.dtype) for each in (exact, changed))
+            expected, other = (_within(of.targets[number], result.dtype) for of in (exact, changed))
             rows.append(self._row(FORWARD, name, expected, other, result, self._forward))
         for name, tensor in exact.gradients.items():
             if name in low.gradients and name in changed.gradients:
@@ -453,315 +409,3 @@ def _within(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor
     largest = torch.finfo(dtype).max
     return torch.where(tensor.isinf(), tensor, tensor.clamp(-largest, largest))
-
-
-@dataclass
-class Value:
-    """A floating-point tensor that a call is given or returns."""
-
-    tensor: Tensor
-    """Detached; a copy, where it was changed in place afterwards."""
-    differentiable: bool
-    low: torch.dtype
-    """Its dtype in the low precision."""
-    gradient: Tensor | None = None
-    """Gradient of the loss with respect to it; of an argument through this call alone, known once that is evaluated."""
-
-
-class Nested:
-    """The arguments of a call, or its results, with the floating-point tensors apart."""
-
-    def __init__(self, nested: Any) -> None:
-        leaves, self._structure = tree_flatten(nested)
-        found = [leaf for leaf in leaves if _is_number(leaf)]
-        self.values = [Value(each.detach(), each.requires_grad, each.dtype) for each in found]
-        self._others = [Value if _is_number(leaf) else leaf for leaf in leaves]
-        """Leaves, with the class in the place of a value."""
-        self.strange = ""
-        """Why it cannot be given again; empty: it can."""
-        try:  # a call may change an object that it is given, such as a cache of keys
-            self._others = [leaf if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in self._others]
-        except Exception as error:  # what cannot be copied says so in many ways
-            self.strange = f"an argument cannot be copied ({type(error).__name__})"
-
-    def with_tensors(self, tensors: list[Tensor]) -> Any:
-        """Return the nested value with other tensors."""
-        left = iter(tensors)
-        others = [leaf if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in self._others]
-        return tree_unflatten([next(left) if leaf is Value else leaf for leaf in others], self._structure)
-
-
-@dataclass
-class Call:
-    """One call of a module."""
-
-    module: str
-    number: int
-    """Number among this module's calls, from 0."""
-    given: Nested
-    autocast: torch.dtype | None
-    """The autocast dtype; None: off."""
-    in_fp32_module: bool
-    """Whether it is inside of an fp32 module, whose outermost alone casts its results back to 16 bits."""
-    returned: Nested = field(default_factory=lambda: Nested(None))
-    children: list[Call] = field(default_factory=list)
-    computes: bool = False
-    """Whether operators run in it that are in none of its submodules."""
-    skipped: str = ""
-    """Reason why it cannot be evaluated; empty: it can."""
-
-    def sources(self) -> list[tuple[str, Value]]:
-        """Return what its own operators get, with names: its arguments, and the results of its submodules."""
-        inner = [(f"{self._of(child)}'s result", child.returned) for child in self.children]
-        return _numbered([("input", self.given), *inner])
-
-    def targets(self) -> list[tuple[str, Value]]:
-        """Return what its own operators compute, with names: its results, and the arguments of its submodules."""
-        inner = [(f"{self._of(child)}'s input", child.given) for child in self.children]
-        return _numbered([("result", self.returned), *inner])
-
-    def _of(self, child: Call) -> str:
-        return child.module.removeprefix(self.module).lstrip(".")
-
-
-def _numbered(parts: list[tuple[str, Nested]]) -> list[tuple[str, Value]]:
-    return [(f"{what} {number}", value) for what, nested in parts for number, value in enumerate(nested.values)]
-
-
-class Evaluated(NamedTuple):
-    """What the own operators of a call compute, and their vector-Jacobian product."""
-
-    targets: list[Tensor]
-    gradients: dict[str, Tensor]
-    """Gradients of the sources and of the parameters, by name."""
-
-
-def record(step: Step) -> tuple[Replay, Replay, list[Call]]:
-    """Take a step in the run's format and in the reference, without dropout, with a few samples.
-
-    Returns:
-        Both replays, and the calls, each after its children.
-    """
-    low = step.as_run()
-    reference = step.exact()
-    for module in [*low.model.modules(), *reference.model.modules()]:
-        if getattr(module, "inplace", False) is True:
-            module.inplace = False  # type: ignore[assignment]
-        if getattr(getattr(module, "config", None), "use_cache", False):  # of transformers: no call could be repeated
-            module.config.use_cache = False  # type: ignore[union-attr]
-    low.keep_attributes()
-    reference.keep_attributes()
-    low.microbatches = reference.microbatches = step.first_samples()
-    calls = _calls(reference, reference.run)
-    low.start()
-    _compare(calls, _calls(low, lambda: low.loss(low.microbatches[0])))
-    return low, reference, calls
-
-
-def _calls(passes: Replay, take: Callable[[], object]) -> list[Call]:
-    """Return the calls that passes make without dropout, each after its children."""
-    calls: list[Call] = []
-    stack: list[Call] = []
-    numbers: Counter[str] = Counter()
-    values: dict[int, list[Value]] = {}  # by their storage
-    device = passes.step.device.type
-
-    def keep(nested: Nested) -> None:
-        for value in nested.values:
-            values.setdefault(storage(value.tensor), []).append(value)
-
-    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        call = Call(name, numbers[name], Nested((args, kwargs)), autocast, islands.entered)
-        call.skipped = call.given.strange
-        keep(call.given)
-        numbers[name] += 1
-        if stack:
-            stack[-1].children.append(call)
-        stack.append(call)
-
-    def end(module: nn.Module, args: Any, result: Any) -> None:
-        call = stack.pop()
-        calls.append(call)
-        call.returned = Nested(result)
-        keep(call.returned)
-        for value, tensor in zip(call.returned.values, numbers_in(result), strict=True):
-            if tensor.requires_grad:
-                tensor.register_hook(functools.partial(setattr, value, "gradient"))
-
-    def run(op: Op) -> Any:
-        if stack and not op.is_view:
-            stack[-1].computes = True
-        for tensor in op.inputs if op.is_mutable and not op.in_backward else ():
-            for value in values.pop(storage(tensor), []):  # before it is changed
-                value.tensor = value.tensor.clone()
-        return op.run()
-
-    with ExitStack() as hooks, without_dropout(recomputes=False), Trace(None, run=run):
-        for name, module in passes.model.named_modules():
-            if isinstance(module, nn.Identity):  # its result is its argument, which the caller may change in place
-                continue
-            first = functools.partial(begin, name)
-            hooks.callback(module.register_forward_pre_hook(first, prepend=True, with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(end).remove)
-        take()
-    return calls
-
-
-def _compare(calls: list[Call], low: list[Call]) -> None:
-    """Add to each call how it is called in the low precision."""
-    found = {(call.module, call.number): call for call in low}
-    for call in calls:
-        other = found.get((call.module, call.number))
-        parts = [(call.given, other.given), (call.returned, other.returned)] if other else []
-        if other is None or any(len(mine.values) != len(its.values) for mine, its in parts):
-            call.skipped = call.skipped or "the two precisions call it differently"
-            continue
-        for mine, its in parts:
-            for value, in_low in zip(mine.values, its.values, strict=True):
-                value.low = in_low.tensor.dtype
-        call.autocast, call.in_fp32_module = other.autocast, other.in_fp32_module
-
-
-def evaluate(passes: Replay, call: Call, given: list[Tensor], cotangents: list[Tensor | None]) -> Evaluated:
-    """Run the own operators of a call, in the format of the passes and with the autocast of the call there.
-
-    Args:
-        passes: whose model is called, with the buffers that it had before the step.
-        call: of the recording.
-        given: its sources.
-        cotangents: the gradients of its targets; None: that target has none.
-
-    Raises:
-        RuntimeError: it does not call the submodules that it called in the reference.
-    """
-    module = passes.model.get_submodule(call.module)
-    with torch.no_grad():
-        for name, buffer in module.named_buffers():
-            buffer.copy_(passes.step.buffers[f"{call.module}.{name}".lstrip(".")])
-    known = call.sources()
-    sources = [
-        each.detach().requires_grad_(value.differentiable) for each, (_, value) in zip(given, known, strict=True)
-    ]
-    own = len(call.given.values)
-    args, kwargs = call.given.with_tensors(sources[:own])
-    gradients: dict[str, Tensor] = {}
-    passes.restore_generators()
-    with _as_called(passes, call):
-        with _stubs(passes.model, call.children, sources[own:]) as inputs:
-            targets = [*numbers_in(module(*args, **kwargs)), *inputs]
-        wrt = {name: source for (name, _), source in zip(known, sources, strict=True) if source.requires_grad}
-        wrt |= {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        used = [
-            (target, cotangent.to(target.dtype))
-            for target, cotangent in zip(targets, cotangents, strict=True)
-            if cotangent is not None and target.requires_grad
-        ]
-        if used and wrt:
-            outputs, weights = zip(*used, strict=True)
-            found = torch.autograd.grad(outputs, list(wrt.values()), weights, allow_unused=True)
-            gradients = {name: gradient for name, gradient in zip(wrt, found, strict=True) if gradient is not None}
-    return Evaluated([target.detach() for target in targets], gradients)
-
-
-@contextmanager
-def _as_called(passes: Replay, call: Call) -> Iterator[None]:
-    """Return what the call ran in: the format's autocast or the call's own, and inside of fp32 modules or not."""
-    dtype = call.autocast if passes.format.half is not None else None
-    autocast = torch.autocast(passes.step.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
-    islands.entered = call.in_fp32_module
-    try:
-        with passes.around(), passes.built.autocast(), autocast, without_dropout(recomputes=False):
-            yield
-    finally:
-        islands.entered = False
-
-
-@contextmanager
-def _stubs(model: nn.Module, children: list[Call], results: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Let submodules return these results, in the order of their calls, and collect what they are given."""
-    left = iter(children)
-    results = list(results)
-    inputs: list[Tensor] = []
-
-    def stub(name: str, *args: Any, **kwargs: Any) -> Any:
-        child = next(left, None)
-        found = numbers_in((args, kwargs))
-        if child is None or child.module != name or len(found) != len(child.given.values):
-            raise RuntimeError("another submodule is called")
-        inputs.extend(found)
-        # Copies, as what follows may change them in place.
-        return child.returned.with_tensors([results.pop(0).clone() for _ in child.returned.values])
-
-    with ExitStack() as patches:
-        for name in {child.module for child in children}:
-            patches.enter_context(patch.object(model.get_submodule(name), "forward", functools.partial(stub, name)))
-        yield inputs
-    if next(left, None) is not None:
-        raise RuntimeError("a submodule is not called")
-
-
-@contextmanager
-def without_dropout(recomputes: bool = True) -> Iterator[None]:
-    """Replace random numbers, as ``NoDropout`` does, also in what torch's activation checkpointing recomputes.
-
-    Args:
-        recomputes: whether it does so: what is computed again could not be told from another call of a module.
-    """
-    own, apply = vars(checkpoint), checkpoint.CheckpointFunction.apply
-
-    def again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with NoDropout():  # in a backward pass torch has left it
-            return function(*args, **kwargs)
-
-    def reentrant(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        return apply(functools.partial(again, function), preserve, *args) if recomputes else function(*args)
-
-    def around(generator: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-        return generator(functools.partial(again, function), *args, **kwargs) if recomputes else (None for _ in "1")
-
-    names = [name for name in own if name.startswith("_checkpoint_without_reentrant_generator")]
-    changed = {name: functools.partial(around, own[name]) for name in names}
-    with patch.dict(own, changed, CheckpointFunction=SimpleNamespace(apply=reentrant)), NoDropout():
-        yield
-
-
-class NoDropout(TorchFunctionMode):
-    """Replaces random masks by their expectation, and random numbers by those of fp32."""
-
-    _drawn: Mapping[Any, Any] = {
-        torch.rand: torch.empty,
-        torch.rand_like: torch.empty_like,
-        torch.randn: torch.empty,
-        torch.randn_like: torch.empty_like,
-    }
-    _identity = frozenset(
-        (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout)
-    )
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function in self._identity:
-            return args[0] if args else kwargs["input"]
-        if function in self._drawn:  # in every precision the same numbers, which depend on the dtype
-            generator = kwargs.get("generator")
-            like = self._drawn[function](*args, **{key: kwargs[key] for key in kwargs if key != "generator"})
-            with _disable_current_modes():  # a wider reference would draw wider ones
-                drawn = torch.empty(like.shape, dtype=torch.float32, device=like.device)
-                draw = drawn.normal_ if function in (torch.randn, torch.randn_like) else drawn.uniform_
-                drawn = draw(generator=generator)
-            return drawn.to(like.dtype).requires_grad_(like.requires_grad)
-        if function is torch.bernoulli and len(args) == 1:
-            return args[0].detach().clone()
-        if function is torch.Tensor.bernoulli_:
-            return args[0].fill_(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
-        if function is F.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs = {key: 0.0 if key == "dropout_p" else value for key, value in kwargs.items()}
-        elif function is F.multi_head_attention_forward:
-            args = (*args[:10], 0.0, *args[11:])
-        return function(*args, **kwargs)
-
-
-def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()

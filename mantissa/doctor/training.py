@@ -12,9 +12,10 @@ from torch import Tensor
 from mantissa.display import dtype_name
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.cause import find_origin
+from mantissa.doctor.data import rounded_away
 from mantissa.doctor.dtypes import NO_CAST, casts_in_update
 from mantissa.doctor.explosion import explosion, losses_of
-from mantissa.doctor.module_errors import HARM, rounded_away
+from mantissa.doctor.limits import HARM
 from mantissa.finding import DIVERGENCE, FORWARD, INPUT, LOST, UPDATE, Cure, Examined, Finding
 from mantissa.formats import FP32, Format, plain
 from mantissa.step.step import Batch, Replay, Step

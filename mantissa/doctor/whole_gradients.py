@@ -7,7 +7,9 @@ from dataclasses import replace
 from functools import partial
 
 from mantissa.doctor.budget import Budget
-from mantissa.doctor.module_errors import FACTOR, rounded_away, without_dropout
+from mantissa.doctor.data import rounded_away
+from mantissa.doctor.module_errors import FACTOR
+from mantissa.doctor.random import without_dropout
 from mantissa.finding import BACKWARD, ERROR, FORWARD, Examined, Finding
 from mantissa.step.step import Gradients, Step
 from mantissa.tensors import relative_error

@@ -37,8 +37,8 @@ class LoopBatch(dict[str, Tensor]):
 
     def whole(self) -> Any:
         """Return the batch as it was given, with the tensors of now; a loss may ask for gradients of its own."""
-        own = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in self.items()}
-        return tree_unflatten([own.get(name, leaf) for name, leaf in self._leaves], self._structure)
+        tensors = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in self.items()}
+        return tree_unflatten([tensors.get(name, leaf) for name, leaf in self._leaves], self._structure)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

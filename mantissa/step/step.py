@@ -419,6 +419,7 @@ class Replay:
         self.start()
 
     def _take(self, step: Step) -> None:
+        """Start from what a step starts from."""
         self.step = step
         self.weights = step.stored if self._as_run else step.weights
         """Weights that the model starts from."""
@@ -479,10 +480,10 @@ class Replay:
         """
         for scale in scales or self.step.scales:
             self.scale = scale
-            found = self.run()
-            if not found.nonfinite or "loss" in found.nonfinite:  # no scale cures a forward pass
+            result = self.run()
+            if not result.nonfinite or "loss" in result.nonfinite:  # no scale cures a forward pass
                 break
-        return found
+        return result
 
     def gradients(self, microbatches: list[Batch]) -> tuple[Tensor, float]:
         """Add up the gradients of microbatches, of the loss times ``scale``, and change nothing but buffers.
@@ -562,13 +563,17 @@ class Replay:
         while True:
             for weight in changed:
                 weight.grad = None
+
+            # As ``run``, but from the weights of the step before. (Masters take their gradients in the update.)
             with self.around():
                 loss, correction = self.gradients(microbatches)
             if not scaled or all(finite(weight.grad) for weight in changed if weight.grad is not None):
                 break
             if self.scale <= LEAST_SCALE or not self.step.least_scale:
                 return math.nan
-            self.scale /= 2  # as a dynamic scaler would, with the same dropout
+
+            # Again at half the scale, as a dynamic scaler would, with the same dropout.
+            self.scale /= 2
             set_random_state(generators, self.step.device)
             _restore(states)
         self.update(correction)
@@ -581,11 +586,13 @@ class Replay:
 
     def true_gradients(self) -> Gradients:
         """Run, and return the gradients without a loss scale."""
-        found = self.run()
-        factor = found.correction / self.scale
-        dense = {name: each.to_dense() if each.is_sparse else each for name, each in found.gradients.items()}
-        gradients = {name: in_dtype(each, torch.float64) * factor for name, each in dense.items()}
-        return gradients | {"": found.loss.double()}
+        result = self.run()
+        factor = result.correction / self.scale
+        gradients = {
+            name: in_dtype(gradient.to_dense() if gradient.is_sparse else gradient, torch.float64) * factor
+            for name, gradient in result.gradients.items()
+        }
+        return gradients | {"": result.loss.double()}
 
     def forward(self, *modes: AbstractContextManager[Any]) -> Tensor:
         """Return the loss of a few samples, from the start of the step, in some modes."""
@@ -598,8 +605,9 @@ class Replay:
     def perturb(self, unit: float, seed: int, steps: Iterable[list[Batch]] = ()) -> Iterator[list[Batch]]:
         """Start from weights changed by ±``unit``, relative to their size, and return steps with inputs changed so."""
         generator, dtype = torch.Generator().manual_seed(seed), self._wide or torch.float32
-        weights = self.step.weights.items()
-        self.weights = {name: perturbed(in_dtype(each, dtype), unit, generator) for name, each in weights}
+        self.weights = {
+            name: perturbed(in_dtype(weight, dtype), unit, generator) for name, weight in self.step.weights.items()
+        }
         change = partial(perturbed, unit=unit, generator=generator, data=True)
         return ([map_tensors(batch, change) for batch in microbatches] for microbatches in steps)
 
@@ -611,18 +619,18 @@ class Replay:
         """
         enter, half, kind = torch.autocast.__enter__, self.format.half, self.step.device.type
 
-        def enter_own(own: Any) -> Any:
-            if not own._enabled or own.device != kind:
-                return enter(own)
+        def enter_other(autocast: Any) -> Any:
+            if not autocast._enabled or autocast.device != kind:
+                return enter(autocast)
             if self._in_loss:
-                self.own_autocast = self.own_autocast or own.fast_dtype
+                self.own_autocast = self.own_autocast or autocast.fast_dtype
             if self._as_run and self.format is self.step.written_in:
-                return enter(own)
-            with patch.multiple(own, _enabled=half is not None, fast_dtype=half or own.fast_dtype):
-                return enter(own)
+                return enter(autocast)
+            with patch.multiple(autocast, _enabled=half is not None, fast_dtype=half or autocast.fast_dtype):
+                return enter(autocast)
 
         with ExitStack() as contexts:
-            contexts.enter_context(patch.object(torch.autocast, "__enter__", enter_own))
+            contexts.enter_context(patch.object(torch.autocast, "__enter__", enter_other))
             if self.step.uncast:
                 contexts.enter_context(Trace(None, run=self._uncast))
             if self._wide is not None:

@@ -96,6 +96,25 @@ def _is_user_code(file: str) -> bool:
     return not file.startswith((_TORCH, _HERE, "<frozen"))
 
 
+class Site(NamedTuple):
+    """Where an operator ran, and what its result was."""
+
+    module: str
+    """Name of the module; empty: the model itself, or the loss."""
+    direction: str
+    op: str
+    """Name of the operator, such as ``aten.mm``."""
+    dtype: str
+    shape: tuple[int, ...]
+    line: str
+
+    def finding(self, kind: str, format: str, **fields: Any) -> Finding:
+        """Return a fault there."""
+        own = {"op": self.op, "dtype": self.dtype, "shape": self.shape, "line": self.line}
+        fields = {"module": self.module, "direction": self.direction} | own | fields
+        return Finding(kind, format=format, **fields)
+
+
 class Op:
     """An operator of a trace. Its module, direction and line are known only while it runs, and in its visitors.
 
@@ -180,11 +199,10 @@ class Op:
         """Line of the forward code that it belongs to; of a backward operator only where the trace keeps lines."""
         return self._trace.line()
 
-    def finding(self, result: Tensor) -> Finding:
-        """Return a finding in one of its results, whose kind and format are still to be said."""
+    def site(self, result: Tensor) -> Site:
+        """Return where it runs, and what one of its results is."""
         module, direction = self.place
-        dtype, shape, line = dtype_name(result.dtype), tuple(result.shape), str(self.line or "")
-        return Finding("", direction, module, "", self.name, dtype, shape, line=line)
+        return Site(module, direction, self.name, dtype_name(result.dtype), tuple(result.shape), str(self.line or ""))
 
 
 @cache

@@ -141,18 +141,18 @@ class UpdateMeter:
         self._half = half
         self._clip = clip
         self._size = sample
-        own = dict(model.named_parameters())
+        weights = dict(model.named_parameters())
         held = dict(masters.persistent_weights()) if masters else {}
         self.stochastic = masters is not None and not held
         """Whether weights are rounded at random: single updates then are lost on purpose."""
-        by_weights = any(weight.dtype == half for weight in own.values())  # else autocast, for all of them
+        by_weights = any(weight.dtype == half for weight in weights.values())  # else autocast, for all of them
         self._tracked = [
-            _Tracked(name, parameter, held.get(name, own[name]), own[name].dtype == half or not by_weights)
+            _Tracked(name, parameter, held.get(name, weights[name]), weights[name].dtype == half or not by_weights)
             for name, parameter in (masters or model).named_parameters()
             if parameter.requires_grad
         ]
-        self.names = [each.name for each in self._tracked]
-        self.dtypes = [each.weight.dtype for each in self._tracked]
+        self.names = [tracked.name for tracked in self._tracked]
+        self.dtypes = [tracked.weight.dtype for tracked in self._tracked]
         self._measured: list[Measurement] = []
 
     def take(self) -> list[Measurement]:
@@ -167,7 +167,7 @@ class UpdateMeter:
 
     def weights(self) -> Tensor:
         """Return for each parameter how many elements one sampled element stands for, fp32, on the host."""
-        parts = [local(each.weight.detach()) for each in self._tracked]
+        parts = [local(tracked.weight.detach()) for tracked in self._tracked]
         return torch.tensor([part.numel() / max(1, len(self._elements(part))) for part in parts])
 
     @torch.no_grad()
@@ -180,11 +180,11 @@ class UpdateMeter:
         copies = [dict(group) for group in self._optimizer.param_groups]  # some optimizers count in it
         groups = {parameter: group for group in copies for parameter in group["params"]}
         self._samples = [
-            (each, self._sample(each, gradient, groups[each.parameter]))
-            for each in self._tracked
-            if (gradient := each.parameter.grad) is not None
+            (tracked, self._sample(tracked, gradient, groups[tracked.parameter]))
+            for tracked in self._tracked
+            if (gradient := tracked.parameter.grad) is not None
             and (measurable(gradient) or gradient.layout == torch.sparse_coo)
-            and each.parameter in groups
+            and tracked.parameter in groups
         ]
         self._factor = factor
         self._largest = self._peak()
@@ -201,15 +201,16 @@ class UpdateMeter:
         zeros = torch.zeros(len(Counts._fields), device=self._largest.device)
         intended = self._intended(norm)
         rows = {
-            each.name: self._count(each, sample, change)
-            for (each, sample), change in zip(self._samples, intended, strict=True)
+            tracked.name: self._count(tracked, sample, change)
+            for (tracked, sample), change in zip(self._samples, intended, strict=True)
         }
         self._samples.clear()
         counts = torch.where(taken, torch.stack([rows.get(name, zeros) for name in self.names]), zeros)
         self._measured.append(Measurement(step, counts, torch.where(taken, self._largest, zeros[0])))
 
     def _peak(self) -> Tensor:
-        gradients = [local(each.parameter.grad) for each in self._tracked if measurable(each.parameter.grad)]
+        every = [tracked.parameter.grad for tracked in self._tracked]
+        gradients = [local(gradient) for gradient in every if measurable(gradient)]
         gradients = [gradient for gradient in gradients if gradient.numel()]
         if self._half is not torch.float16 or not gradients:
             return torch.zeros((), device=self._tracked[0].weight.device)
@@ -233,6 +234,8 @@ class UpdateMeter:
         """Return the updates of the samples that the optimizer makes in fp32 of true gradients."""
         if not self._samples:  # as where all gradients are sparse
             return []
+
+        # fp32 copies of the samples with true gradients, clipped as the step clips, in the optimizer's groups.
         copies: list[nn.Parameter] = []
         groups: dict[int, dict[str, Any]] = {}
         for _, sample in self._samples:
@@ -243,6 +246,8 @@ class UpdateMeter:
             copies.append(copy)
         if self._clip is not None:
             self._clip.apply([copy.grad for copy in copies], norm)
+
+        # The same optimizer, with the state that it has, takes one step with them.
         replica = type(self._optimizer)(list(groups.values()))  # type: ignore[call-arg]
         pairs = [(copy, sample) for copy, (_, sample) in zip(copies, self._samples, strict=True)]
         replica.state.update({copy: sample.state for copy, sample in pairs if sample.state})
@@ -254,6 +259,8 @@ class UpdateMeter:
         changed, moving = after != sample.weight, intended != 0
         real = after.float() - sample.weight.float()
         nothing = intended.new_zeros(())
+
+        # Second moments that became 0 though there is a gradient, and gradients that 16 bits hold badly.
         has_gradient = sample.gradient != 0
         state = self._optimizer.state.get(tracked.parameter, {})
         moments = [state[key] for key in _SECOND_MOMENTS if key in state and state[key].dtype.itemsize <= 2]
@@ -279,8 +286,8 @@ class UpdateMeter:
 
         The distance has no factor in common with the size, so that the sample is not taken from a few columns only.
         """
-        own = local(tensor.detach()) if rows is None else tensor.detach()[tuple(rows)]
-        flat = own.reshape(-1)  # copies only what is not contiguous, as in channels_last
+        part = local(tensor.detach()) if rows is None else tensor.detach()[tuple(rows)]
+        flat = part.reshape(-1)  # copies only what is not contiguous, as in channels_last
         distance = math.ceil(len(flat) / self._size)
         while distance > 1 and math.gcd(distance, len(flat)) > 1:
             distance += 1
@@ -322,26 +329,27 @@ def judge(updates: dict[str, Counts], format: Format) -> Examined:
     def finding(kind: str, parameter: str, detail: str) -> Finding:
         return Finding(kind, UPDATE, parameter.rpartition(".")[0], format.name, detail=f"{parameter}: {detail}")
 
-    found = [
+    zero = _worst({parameter: counts.moment_zero_share for parameter, counts in updates.items()})
+    findings = [
         finding(
             MOMENT, parameter, f"the second moment of {share:.0%} of the elements is 0 in {name}, their gradient is not"
         )
-        for parameter, share in _worst({each: counts.moment_zero_share for each, counts in updates.items()}).items()
+        for parameter, share in zero.items()
     ]
     lost = {parameter: counts.lost_share for parameter, counts in updates.items() if counts.loses_updates}
     for parameter, share in _worst(lost).items():
         quality = updates[parameter].edq
         detail = f"{share:.0%} of the updates are rounded away, effective descent quality {quality:.2f}"
-        found.append(finding(LOST, parameter, detail))
-    modules = {each.module for each in found}
-    notes = [f"{len(modules)} modules have such updates; the worst {_SHOWN} are shown"] if len(found) > _SHOWN else []
-    return Examined(findings=tuple(found[:_SHOWN]), notes=tuple(notes))
+        findings.append(finding(LOST, parameter, detail))
+    modules, many = {finding.module for finding in findings}, len(findings) > _SHOWN
+    notes = [f"{len(modules)} modules have such updates; the worst {_SHOWN} are shown"] if many else []
+    return Examined(findings=tuple(findings[:_SHOWN]), notes=tuple(notes))
 
 
 def _worst(shares: dict[str, float]) -> dict[str, float]:
     """Return of each module the parameter with the largest share, of those above ``_MOST``, the largest first."""
-    found: dict[str, str] = {}
+    worst: dict[str, str] = {}
     for parameter in sorted(shares, key=shares.__getitem__, reverse=True):
         if shares[parameter] > _MOST:
-            found.setdefault(parameter.rpartition(".")[0], parameter)
-    return {parameter: shares[parameter] for parameter in found.values()}
+            worst.setdefault(parameter.rpartition(".")[0], parameter)
+    return {parameter: shares[parameter] for parameter in worst.values()}

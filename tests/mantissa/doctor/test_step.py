@@ -8,19 +8,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from evidence.doctor.step import step_of as step_of_trainer
 from mantissa.doctor.cause import find_origin
 from mantissa.doctor.cures import find_islands, measure_cost
+from mantissa.doctor.dtypes import explicit_casts
 from mantissa.finding import BACKWARD, FORWARD
 from mantissa.formats import FORMATS
-from mantissa.step.step import Replay
+from mantissa.step.loop import LoopStep
+from mantissa.step.step import Replay, Step
 from mantissa.step.trace import Op, Trace
 from mantissa.tensors import random_state
 from tests.helpers import copied, fit, same_bits, trainer_of
 from tests.mantissa.doctor.faults import Computes, large_ffn
-from tests.mantissa.doctor.planted import TINY, WIDTH, Block, around, step_of, step_of_run
+from tests.mantissa.doctor.planted import BATCH, TINY, WIDTH, Block, Planted, around, step_of, step_of_run
+from trainer.precision.modes import Precision
 from trainer.trainer import Trainer
 
 GPT2 = ("recipe=gpt2", "recipe.size=tiny", "recipe.context=16", "data=synthetic", "data.vocab_size=90", "batch_size=4")
@@ -76,6 +80,89 @@ def test_training_continues_from_a_case_as_the_run_does() -> None:
     record = trainer.train_step(microbatches)
     assert other.train([microbatches]) == [record.loss.item()]
     assert same_bits(trainer.model.state_dict(), other.model.state_dict())
+
+
+class Casts(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(dtype=torch.bfloat16).float()
+
+
+def casting() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Casts(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1))
+
+
+def step_of_a_trainer() -> Step:
+    trainer = Planted(casting, Precision(mode="fp16")).trainer()
+    fit(trainer, 2)
+    return step_of_trainer(trainer)
+
+
+def step_of_a_loop() -> Step:
+    torch.manual_seed(0)
+    model = casting()
+    optimizer = torch.optim.AdamW(model.parameters())
+    batches = [{"x": torch.randn(BATCH, WIDTH)} for _ in range(4)]
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        output: Tensor = model(batch["x"])
+        return output.float().square().mean()
+
+    for batch in batches[:2]:
+        loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return LoopStep.copied(model, loss, batches, FORMATS["fp16"], optimizer)
+
+
+OTHER_STEPS: dict[str, Callable[[Step], Step]] = {
+    "another format": lambda step: step.in_format(FORMATS["bf16"]),
+    "modules in fp32": lambda step: step.in_fp32(["0"]),
+    "operators in fp32": lambda step: step.in_fp32(operators=["linear"]),
+    "no cast in a line": lambda step: step.without_casts(explicit_casts(step.replay(FORMATS["fp32"]))[0].line),
+    "another scale": lambda step: step.at_scale(2.0**-12),
+    "another rate": lambda step: step.at_rate(0.5),
+    "another loss": lambda step: step.with_loss_times(0.5),
+    "a fresh optimizer": lambda step: step.with_fresh_state(),
+    "another batch": lambda step: step.with_microbatches(step.following(2)[1]),
+    "other weights": lambda step: step.with_values(lambda tensor: tensor * 1.01),
+    "a later step": lambda step: step.after(trained(step)[0], 2),
+}
+
+
+def trained(step: Step) -> tuple[Replay, list[float]]:
+    replay = step.as_run()
+    return replay, replay.train(step.following(3))
+
+
+@pytest.mark.parametrize("name", OTHER_STEPS)
+@pytest.mark.parametrize("of", [step_of_a_trainer, step_of_a_loop])
+def test_another_step_trains_otherwise_and_leaves_the_first_as_it_is(of: Callable[[], Step], name: str) -> None:
+    step = of()
+    losses = trained(step)[1]
+    other = OTHER_STEPS[name](step)
+    assert trained(other)[1] != losses
+    assert trained(step)[1] == losses
+
+
+@pytest.mark.parametrize("of", [step_of_a_trainer, step_of_a_loop])
+def test_a_replay_takes_a_step_from_other_tensors_in_the_same_model(of: Callable[[], Step]) -> None:
+    step = of()
+    replay = step.as_run()
+    first = copied(replay.run().outputs)
+    other = step.with_microbatches(step.following(2)[1]).with_values(lambda tensor: tensor * 1.01)
+    shared = replay.of(other)
+    assert shared.model is replay.model
+    assert same_bits(copied(shared.run().outputs), copied(other.as_run().run().outputs))
+    assert same_bits(copied(replay.run().outputs), first)
+
+
+@pytest.mark.parametrize(
+    ("mode", "exact"), [("bf16", torch.float32), ("bf16_pure", torch.float32), ("fp32", torch.float64)]
+)
+def test_what_is_exact_has_more_bits_than_the_format(mode: str, exact: torch.dtype) -> None:
+    replay = step_of(casting, mode).exact()
+    assert {parameter.dtype for parameter in replay.model.parameters()} == {exact}
+    assert replay.forward().dtype == exact
 
 
 @pytest.mark.parametrize("recomputed", ["none", "blocks"])
