@@ -9,30 +9,34 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mantissa.step.step import Step
 
-OVERFLOW, UNDERFLOW, DOMAIN, NOT_FINITE, INPUT = "overflow", "underflow", "domain", "not finite", "input"
-ERROR, DTYPE, SCALE, LOST, MOMENT = "error", "dtype", "scale", "lost updates", "optimizer state"
-DIFFERENCE, DIVERGENCE, EXCEPTION, RATE = "difference", "divergence", "exception", "learning rate"
-BLOCKED, CRASH = "no gradient", "crash"
+MEANINGS: dict[str, str] = {}
+"""The kinds of faults, and what they mean."""
 
-MEANINGS = {
-    OVERFLOW: "A number is larger than the format can hold, so it becomes infinite.",
-    UNDERFLOW: "Numbers are smaller than the format can hold, so they become 0.",
-    DOMAIN: "An operation has no finite result, such as 0/0, log(0) or a softmax over nothing.",
-    NOT_FINITE: "A result is not finite, and no torch operator made it so: code outside of torch did.",
-    INPUT: "A weight, a buffer or the data is not finite before the step, far too large, or rounded away.",
-    ERROR: "The result has more rounding error than the format makes unavoidable.",
-    DTYPE: "Something that should be computed or stored in fp32 is in 16 bits.",
-    SCALE: "The loss or its gradients are multiplied by a number that does not fit the format or the optimizer.",
-    LOST: "Weight updates are too small for the format of the weights, and are rounded away.",
-    MOMENT: "What the optimizer kept of earlier steps spoils this one.",
-    DIFFERENCE: "The compiled model gives other results than the eager one.",
-    EXCEPTION: "The step cannot be computed in this format.",
-    RATE: "The updates are too large: the loss grows, in fp32 as well.",
-    BLOCKED: "No gradient reaches a weight that the loss depends on.",
-    CRASH: "A check of the examination failed: the traceback is in the report.",
-    DIVERGENCE: "Within a few steps, the loss leaves the spread of the reference.",
-}
-"""The kinds of faults."""
+
+def kind(name: str, meaning: str) -> str:
+    """Make a kind of fault known, and return its name."""
+    MEANINGS[name] = meaning
+    return name
+
+
+OVERFLOW = kind("overflow", "A number is larger than the format can hold, so it becomes infinite.")
+UNDERFLOW = kind("underflow", "Numbers are smaller than the format can hold, so they become 0.")
+DOMAIN = kind("domain", "An operation has no finite result, such as 0/0, log(0) or a softmax over nothing.")
+NOT_FINITE = kind("not finite", "A result is not finite, and no torch operator made it so: code outside of torch did.")
+INPUT = kind("input", "A weight, a buffer or the data is not finite before the step, far too large, or rounded away.")
+ERROR = kind("error", "The result has more rounding error than the format makes unavoidable.")
+DTYPE = kind("dtype", "Something that should be computed or stored in fp32 is in 16 bits.")
+SCALE = kind(
+    "scale", "The loss or its gradients are multiplied by a number that does not fit the format or the optimizer."
+)
+LOST = kind("lost updates", "Weight updates are too small for the format of the weights, and are rounded away.")
+MOMENT = kind("optimizer state", "What the optimizer kept of earlier steps spoils this one.")
+DIFFERENCE = kind("difference", "The compiled model gives other results than the eager one.")
+EXCEPTION = kind("exception", "The step cannot be computed in this format.")
+RATE = kind("learning rate", "The updates are too large: the loss grows, in fp32 as well.")
+BLOCKED = kind("no gradient", "No gradient reaches a weight that the loss depends on.")
+DIVERGENCE = kind("divergence", "Within a few steps, the loss leaves the spread of the reference.")
+CRASH = kind("crash", "A check of the examination failed: the traceback is in the report.")
 
 FORWARD, BACKWARD, UPDATE, EXAMINATION = "forward", "backward", "update", "examination"
 

@@ -28,7 +28,7 @@ compose_quickly()
 
 
 BY_CPU = [
-    *("trainer/precision", "trainer/profiling/test_rates.py", "parity", "mantissa/doctor/test_healthy.py"),
+    *("trainer/precision", "trainer/profiling/test_rates.py", "parity", "evidence/doctor/test_healthy.py"),
     *("evidence/claims", "command_line/test_script_remedies.py", "command_line/training/test_ending.py"),
     "command_line/test_commands.py",
 ]
