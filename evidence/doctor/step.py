@@ -80,9 +80,9 @@ class TrainerStep(Step):
 
     def _config_in(self, format: Format) -> Config:
         """Return the config of the run, for one eager process in a format whose loss scale the replay sets."""
-        own = self.config.precision
-        precision = own if format.half is not None else Precision()
-        if format.name != own.mode:
+        asked = self.config.precision
+        precision = asked if format.half is not None else Precision()
+        if format.name != asked.mode:
             precision = replace(precision, mode=format.name, fp8_scaling=None)
         return replace(
             self.config,
@@ -112,15 +112,19 @@ def step_of(trainer: Trainer) -> TrainerStep:
     format, order = config.precision.format, trainer.order
     # Data may draw from the generators, before the step does.
     (microbatches,) = config.loader.steps(datasets.train, order, plan.batching, trainer.step, 1, hardware=hardware)
+
+    # What the optimizer changes, and what it has kept.
     kept = trainer.model if isinstance(trainer.masters, StochasticWeights) else trainer.masters or trainer.model
     names = {id(parameter): name for name, parameter in (trainer.masters or trainer.model).named_parameters()}
     moments = {
         names[id(parameter)]: {key: _copy(value) for key, value in state.items()}
         for parameter, state in trainer.optimizer.state.items()
     }
+
+    # A model to copy, which draws nothing that the step would: the trainer may take it, too, with its own dropout.
     generators = random_state(trainer.device)
     prototype = trainer.recipe.build_model(datasets)
-    set_random_state(generators, trainer.device)  # the trainer may take the step, too, with its own dropout
+    set_random_state(generators, trainer.device)
     return TrainerStep(
         number=trainer.step + 1,
         format=format,

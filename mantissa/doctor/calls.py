@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -122,9 +122,12 @@ def record(step: Step) -> tuple[Replay, Replay, list[Call]]:
             module.config.use_cache = False  # type: ignore[union-attr]
     low.keep_attributes()
     reference.keep_attributes()
-    calls = _Recorder(reference).record(reference.run)
+    with _Recorder(reference).recording() as calls:
+        reference.run()
     low.start()
-    _compare(calls, _Recorder(low).record(lambda: low.loss(low.microbatches[0])))
+    with _Recorder(low).recording() as in_low:
+        low.loss(low.microbatches[0])
+    _compare(calls, in_low)
     return low, reference, calls
 
 
@@ -140,8 +143,9 @@ class _Recorder:
         self._values: dict[int, list[Value]] = {}
         """Values by their storage."""
 
-    def record(self, take: Callable[[], object]) -> list[Call]:
-        """Take the passes, and return the calls."""
+    @contextmanager
+    def recording(self) -> Iterator[list[Call]]:
+        """Return the calls of the passes that are taken in it."""
         with ExitStack() as hooks, without_dropout(recomputes=False), Trace(None, run=self._run):
             for name, module in self._model.named_modules():
                 if isinstance(module, nn.Identity):  # its result is its argument, which the caller may change in place
@@ -149,8 +153,7 @@ class _Recorder:
                 begin = functools.partial(self._begin, name)
                 hooks.callback(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True).remove)
                 hooks.callback(module.register_forward_hook(self._end).remove)
-            take()
-        return self._calls
+            yield self._calls
 
     def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         autocast = torch.get_autocast_dtype(self._device) if torch.is_autocast_enabled(self._device) else None

@@ -112,6 +112,7 @@ def examine(
         UsageError: an argument cannot work.
         FormatError: the model cannot be copied.
     """
+    # Everything that cannot work is refused before anything is copied.
     a_batch = isinstance(batches, Mapping | Tensor)
     of_batches = "an iterable of batches, such as a DataLoader or [batch]"
     check_type("model", model, isinstance(model, nn.Module), "a module")
@@ -138,6 +139,8 @@ def examine(
             raise UsageError("the optimizer has no parameter of this model; make it after the model is moved or cast")
         while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
             optimizer = inner  # of a wrapper, such as accelerate's or Lightning's
+
+    # A copy of all that the step starts from.
     before = random_state(next(model.parameters()).device)
     step = LoopStep.copied(
         model, loss, batches, FORMATS[precision], optimizer, scale, fixed_scale, accumulate, number, generators
@@ -148,11 +151,14 @@ def examine(
         with torch.enable_grad():
             say("step")
             taken = take(step, failed)
+
+            # Where the code enters autocast itself, that says the precision.
             if taken.own_autocast and step.format.half_weights is None:
-                own = computing_in(taken.own_autocast, torch.float32)
-                taken = take(step.inside_autocast(FORMATS[own]), failed)
+                name = computing_in(taken.own_autocast, torch.float32)
+                taken = take(step.inside_autocast(FORMATS[name]), failed)
                 entered = "the loss or the model enters autocast itself"
-                taken.notes.append(f"{entered}: precision={own!r} is examined, with no autocast around it")
+                note = f"{entered}: precision={name!r} is examined, with no autocast around it"
+                taken = replace(taken, notes=[*taken.notes, note])
             return Report(diagnose(taken, tuple(checks), time_budget_s, say=say))
     finally:
         set_random_state(before, step.device)
@@ -170,18 +176,18 @@ def take(step: Step, failed: bool = False, began: str = "its beginning") -> Take
         UsageError: the step cannot be replayed, or trains nothing.
     """
     replay = step.as_run()
-    first: ReplayResult | None = None
+    result: ReplayResult | None = None
     ledger = MemoryLedger(replay.model, replay.optimizer)
     for mode in (ledger, nullcontext()):  # in no mode, where an operator does not run in one
         try:
             with mode:
-                first = first or replay.run_with_backoff()
+                result = result or replay.run_with_backoff()
         except UsageError:
             raise
         except Exception:  # the format sweep says what it is
             continue
     peak = ledger.report().peak_bytes
-    if first is None:
+    if result is None:
         return TakenStep(step, began, memory_bytes=peak, own_autocast=replay.own_autocast, failed=failed)
 
     # What one step shows of the loss: whether it changes a batch, and takes one of fewer samples.
@@ -193,19 +199,19 @@ def take(step: Step, failed: bool = False, began: str = "its beginning") -> Take
         except Exception:  # of any kind: that of the loss
             step = replace(step, cuts=False)
 
-    if not first.gradients:
+    if not result.gradients:
         raise UsageError(
             "the loss gives no parameter a gradient: let it use the model that it is called with, detach nothing, and "
             "leave requires_grad of some parameters on"
         )
-    first_loss = first.loss.item()
-    before = [] if first.nonfinite else [gradient.clone() for gradient in first.gradients.values()]
+    first_loss = result.loss.item()
+    before = [] if result.nonfinite else [gradient.clone() for gradient in result.gradients.values()]
 
     # Once more: for its time (what is done for the first time takes longer), and because it must repeat.
     clock = time.monotonic()
-    again = replay.run()
+    result = replay.run()
     seconds = time.monotonic() - clock
-    loss, gradients = again.loss.item(), list(again.gradients.values())
+    loss, gradients = result.loss.item(), list(result.gradients.values())
     if _size([one - other for one, other in zip(before, gradients, strict=False)]) > _REPEATED * _size(before):
         raise UsageError(
             f"the same step gives other gradients when it is taken again (loss {first_loss:.6g}, then {loss:.6g}): "
@@ -217,7 +223,7 @@ def take(step: Step, failed: bool = False, began: str = "its beginning") -> Take
         step if skipped else step.at_scale(replay.scale),  # to which a scaler backs off at this step
         began,
         loss=loss,
-        grad_norm=_size(gradients) * again.correction / replay.scale if gradients else math.nan,
+        grad_norm=_size(gradients) * result.correction / replay.scale if gradients else math.nan,
         skipped=skipped,
         seconds=seconds,
         memory_bytes=peak,

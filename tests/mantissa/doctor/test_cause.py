@@ -1,0 +1,35 @@
+"""The operator that makes a step not finite; what rules say of it is in the corpus of faults."""
+
+from __future__ import annotations
+
+import torch
+
+from mantissa.doctor.cause import find_origin, origin
+from mantissa.doctor.tape import Tape
+from mantissa.finding import FORWARD, OVERFLOW
+from mantissa.step.trace import Trace
+from tests.mantissa.doctor.faults import large_ffn
+from tests.mantissa.doctor.planted import BATCH, WIDTH, around, step_of
+
+
+def test_an_operator_is_found_with_its_place_and_its_way_to_the_loss() -> None:
+    replay = step_of(lambda: around(large_ffn()), "fp16").as_run()
+    found = origin(replay, "fp16+scaler")
+    assert found is not None
+    site = found.node.site
+    assert (site.module, site.direction, site.op) == ("1.wo", FORWARD, "aten.addmm")
+    assert (site.dtype, site.shape) == ("float16", (BATCH, WIDTH))
+    assert "own.wo(torch.relu(own.wi(x)))" in site.line  # which is no line of the library's
+    finding = find_origin(replay, "fp16+scaler")
+    assert finding is not None
+    assert (finding.kind, finding.format, finding.path) == (OVERFLOW, "fp16+scaler", found.path)
+    assert finding.path[-1] == "loss"
+
+
+def test_results_of_one_operator_are_in_its_order() -> None:
+    tape = Tape()
+    with Trace(None, tape.visit):
+        total = torch.stack([each for _ in range(8) for each in torch.var_mean(torch.full((4,), 3e38) * 2)])
+    behind = [(node.number, node.index) for node in tape.behind([total])]
+    assert len(behind) == 8 * 3 + 1
+    assert behind == sorted(behind)
