@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
-from mantissa.doctor.budget import Budget, LeftOutError
-from mantissa.doctor.cause import name_overflows
+from mantissa.doctor.budget import Budget
 from mantissa.doctor.compiled import compiled
-from mantissa.doctor.cures import line_of_error, module_cure
-from mantissa.doctor.data import rounded_data
+from mantissa.doctor.data import data
 from mantissa.doctor.dtypes import manifest
 from mantissa.doctor.fp16_range import fp16_range
 from mantissa.doctor.gradients import gradients
-from mantissa.doctor.module_errors import harmful_errors, local_errors
+from mantissa.doctor.module_errors import module_errors
 from mantissa.doctor.training import divergence
 from mantissa.doctor.updates import state_updates, updates
 from mantissa.doctor.whole_gradients import whole_gradients
@@ -26,8 +23,8 @@ SWEEP, ISLANDS = "formats", "islands"
 COMPILED = "compiled step"
 RUNS, FINITE, EXACT = "the run's format raises nothing", "the step is finite in it", "the step is finite in fp32"
 """What the format sweep says of a step, before the checks."""
-Fault = tuple[str, str]
-"""A kind and a direction."""
+Sort = tuple[str, str]
+"""A kind of faults and their direction."""
 STORED, LOST_UPDATES = (DTYPE, FORWARD), (LOST, UPDATE)
 
 
@@ -47,7 +44,7 @@ class Check:
     """Whether it is of formats that compute in 16 bits alone."""
     only_half_weights: bool = False
     """Whether it is of formats that keep weights in 16 bits alone."""
-    after: frozenset[Fault] | None = None
+    after: frozenset[Sort] | None = None
     """The faults after which it is made; after others it says nothing new. None: after any."""
     always_measures: bool = False
     """Whether it is made after others, too, for its table: what it finds then is not told."""
@@ -72,42 +69,7 @@ class Check:
         return self.after is None or all((finding.kind, finding.direction) in self.after for finding in findings)
 
 
-_LOST_DATA = 0.5
-"""Rounding away this share of what varies in the data is a fault, whatever the gradients say."""
-
-
-def data(step: Step, budget: Budget) -> Examined:
-    """Find data that the format cannot tell apart, and the module that should have it in fp32."""
-    finding = rounded_data(step, _LOST_DATA)
-    if finding is None:  # a column alone may be noise
-        columns = rounded_data(step, _LOST_DATA, columns=True)
-        return Examined(notes=(columns.detail,) if columns else ())
-    cures = (module_cure(step, [finding.module]),) if finding.module else ()
-    return Examined(findings=(replace(finding, cures=cures),))
-
-
-def module_errors(step: Step, budget: Budget) -> Examined:
-    """Find modules whose error harms the gradients of the step, and their lines."""
-    budget.expect(steps_in_memory=2)
-    examined = harmful_errors(step)
-    if not examined.rows:
-        raise LeftOutError("; ".join(examined.notes) or "no module computes")
-    findings = tuple(
-        replace(finding, line=finding.line or str(line_of_error(step, finding.module) or ""))
-        for finding in name_overflows(step.as_run(), examined.findings)
-    )
-    # A cure has to remove these errors, whatever harm is left.
-    harmless = {row.module for row in examined.rows if row.ratio > 1} - {finding.module for finding in findings}
-    return replace(examined, findings=findings, again=partial(_errors_beside, frozenset(harmless)))
-
-
-def _errors_beside(harmless: frozenset[str], step: Step) -> Examined:
-    """Return the errors of modules but for some."""
-    errors = [error for error in local_errors(step).findings if error.module not in harmless]
-    return Examined(findings=name_overflows(step.as_run(), errors))
-
-
-NOTHING: frozenset[Fault] = frozenset()
+NOTHING: frozenset[Sort] = frozenset()
 TABLE = (
     Check(SWEEP, compiled, COMPILED, after=NOTHING, only_compiled=True),
     Check("manifest", manifest, needs=frozenset({RUNS})),

@@ -43,14 +43,13 @@ _PART = "cures"
 
 
 def trains(step: Step) -> bool:
-    """Return whether a step is finite, at a loss scale that its scaler would find, and trains on.
-
-    What follows must be finite.
-    """
+    """Return whether a step is finite, at a loss scale that its scaler would find, and trains on."""
     try:
+        # This step.
         replay = step.as_run()
         if replay.run_with_backoff().nonfinite:
             return False
+        # Those that follow.
         return all(map(math.isfinite, replay.train(step.following(_TRAINED))))
     except (FormatError, RuntimeError):  # a module that cannot compute in fp32 alone
         return False

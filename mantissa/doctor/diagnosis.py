@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mantissa.doctor.budget import Budget
-from mantissa.doctor.checks import CHECKS, COMPILED, EXACT, FINITE, ISLANDS, RUNS, SWEEP, TABLE, Check, Fault
+from mantissa.doctor.checks import CHECKS, COMPILED, EXACT, FINITE, ISLANDS, RUNS, SWEEP, TABLE, Check
 from mantissa.doctor.cures import Islands, Trial, line_of_error, places, search
 from mantissa.doctor.fp16_range import Range
 from mantissa.doctor.sweep import DIFFERENT, OK, RAISES, FormatTrial, Sweep, format_sweep
@@ -25,7 +26,6 @@ from mantissa.finding import (
     OVERFLOW,
     SCALE,
     UNDERFLOW,
-    UPDATE,
     Cure,
     Examined,
     Finding,
@@ -73,6 +73,27 @@ class TakenStep:
         return not self.skipped and math.isfinite(self.loss)
 
 
+@dataclass(frozen=True)
+class Fault:
+    """What a check found, paired with the cures that hold."""
+
+    found: Finding
+    trial: Trial
+    """Tries its cures."""
+    half: bool = False
+    """Whether fp32 in some places may cure it."""
+    held: tuple[Cure, ...] = ()
+    at: dict[str, Any] = field(default_factory=dict)
+    """Where it is by what it is gone without, though that does not train on."""
+
+    @property
+    def finding(self) -> Finding:
+        """The finding as it is told."""
+        at = dict(item for cure in self.held for item in cure.at.items()) or self.at
+        texts = (*self.found.cure, *(cure.text for cure in self.held))
+        return replace(self.found, **at, cure=texts, cures=())
+
+
 @dataclass
 class Diagnosis:
     """What was found in one step."""
@@ -83,18 +104,35 @@ class Diagnosis:
     """The step, at the loss scale at which it is finite, if there is one."""
     verdict: str = HEALTHY
     formats: Sweep = field(default_factory=Sweep)
-    findings: list[Finding] = field(default_factory=list)
-    """The faults, with the cures that hold."""
+    faults: list[Fault] = field(default_factory=list)
     examined: dict[str, Examined] = field(default_factory=dict)
-    """What each part measured."""
-    islands: Islands | None = None
+    """What each part of the examination measured."""
     notes: list[str] = field(default_factory=list)
     not_asked: list[str] = field(default_factory=list)
     """Checks that were not to be made."""
-    half: list[tuple[int, Trial]] = field(default_factory=list)
-    """Faults that fp32 in some places may cure: the place among the findings, and the trial."""
-    cured: dict[Fault, Step] = field(default_factory=dict)
-    """The step that is cured of faults."""
+
+    @property
+    def told(self) -> list[Finding]:
+        """The faults of the step, with their cures."""
+        return [fault.finding for fault in self.faults]
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The faults of the step, and the checks that crashed."""
+        return [*self.told, *self._crashes()]
+
+    def _crashes(self) -> Iterator[Finding]:
+        for part, trace in self.budget.crashes.items():
+            what = trace.strip().rpartition("\n")[2]
+            detail = f"{what}; this is a fault of the examination, and says nothing of the step"
+            place = f"check {part}"
+            yield Finding(CRASH, EXAMINATION, "", self.taken.precision, detail=detail, tensor=place)
+
+    @property
+    def islands(self) -> Islands | None:
+        """The modules in fp32 that cure the step; None: none do, or were sought."""
+        held = [cure for fault in self.faults for cure in fault.held]
+        return next((cure for cure in held if isinstance(cure, Islands)), None)
 
     @property
     def sweep(self) -> list[FormatTrial]:
@@ -109,12 +147,6 @@ class Diagnosis:
         return measured if isinstance(measured, Range) else None
 
     @property
-    def runs(self) -> bool:
-        """Whether the run's own format raises nothing."""
-        own = self.formats.own
-        return own is None or own.status != RAISES
-
-    @property
     def finite(self) -> bool:
         """Whether the step is finite in the run's own format, at a loss scale that its scaler would find."""
         own = self.formats.own
@@ -123,9 +155,13 @@ class Diagnosis:
     @property
     def facts(self) -> set[str]:
         """What the format sweep says."""
-        exact = self.formats.of(plain(FP32))
-        finite_in_fp32 = exact.status == OK if exact is not None else self.finite
-        return {fact for fact, holds in {RUNS: self.runs, FINITE: self.finite, EXACT: finite_in_fp32}.items() if holds}
+        own, fp32 = self.formats.own, self.formats.of(plain(FP32))
+        facts = {
+            RUNS: own is None or own.status != RAISES,
+            FINITE: self.finite,
+            EXACT: fp32.status == OK if fp32 is not None else self.finite,
+        }
+        return {fact for fact, holds in facts.items() if holds}
 
     @property
     def exit_code(self) -> int:
@@ -156,16 +192,16 @@ def diagnose(
     if SWEEP in checks or not taken.finite:
         _sweep(result)
 
-    # What a step can hide that is finite. A cure that a check knows is tried at once, for what comes after.
+    # What a step can hide that is finite. The cures that a check knows are tried at once: what follows may need one.
     for check in TABLE:
-        if check.name in checks and _is_made(result, check):
+        if check.name in checks and _is_wanted(result, check):
             _make(result, check)
 
-    # The first fault of 16 bits, which a loss scale or fp32 in some places may cure.
-    for place, trial in result.half[:1]:
-        result.findings[place] = _searched(result, result.findings[place], trial, ISLANDS in checks)
+    # The first fault of 16 bits: another loss scale, fp32 in some places, or another format.
+    if ISLANDS in checks:
+        _search(result)
 
-    _judge(result)
+    result.verdict = _verdict(result)
     return result
 
 
@@ -174,111 +210,79 @@ def _sweep(result: Diagnosis) -> None:
     taken = result.taken
     loss = taken.loss if taken.finite and not taken.step.compiles else None
     result.formats = sweep = format_sweep(taken.step, result.budget, loss, taken.failed)
+    result.notes += sweep.notes
     if sweep.own is not None and sweep.own.status == OK:
         result.step = taken.step.at_scale(sweep.own.scale)
-    # Of a fault that the sweep finds, nothing is left where the step is finite.
-    _add(
-        result,
-        Examined(findings=sweep.findings, notes=sweep.notes),
-        lambda step: Examined(),
-        half=sweep.half,
-        waits=True,
-    )
+    for finding in sweep.findings:  # of which nothing is left where the step is finite
+        trial = Trial(finding, frozenset(), lambda step: Examined(), result.budget)
+        result.faults.append(_tried(result, Fault(finding, trial, sweep.half)))
 
 
-def _is_made(result: Diagnosis, check: Check) -> bool:
-    """Return whether a check has something to say of a step, after the checks before it."""
-    is_wanted = check.always_measures or check.is_after(result.findings)
-    return is_wanted and check.needs <= result.facts and check.applies_to(result.step)
+def _is_wanted(result: Diagnosis, check: Check) -> bool:
+    """Return whether a check has something to say of a step, after the faults that are known."""
+    new = check.always_measures or check.is_after(result.told)
+    return new and check.needs <= result.facts and check.applies_to(result.step)
 
 
 def _make(result: Diagnosis, check: Check) -> None:
-    """Make a check, and add what it finds."""
-    step, part = result.step, check.part or check.name
-    if check.of_cured:
-        step = next((result.cured[fault] for fault in check.after or () if fault in result.cured), step)
-    examined = result.budget.run(part, partial(check.find, step, result.budget))
+    """Make a check, and pair what it finds with the cures that hold."""
+    budget, part, step = result.budget, check.part or check.name, _step_for(result, check)
+    examined = budget.run(part, partial(check.find, step, budget))
     if examined is None:
         return
     result.examined[part] = examined
-    if not check.is_after(result.findings):  # its table alone is wanted
-        examined = replace(examined, findings=())
-    again = examined.again or (lambda other: check.find(other, result.budget))
-    _add(result, examined, again, half=check.finds_half, unplaced=check.unplaced)
-
-
-def _add(
-    result: Diagnosis,
-    examined: Examined,
-    again: Callable[[Step], Examined],
-    half: bool = False,
-    unplaced: str = "",
-    waits: bool = False,
-) -> None:
-    """Add the findings of a check with the cures that hold; a line that an earlier check names is named once.
-
-    Args:
-        result: the diagnosis.
-        examined: what the check says.
-        again: the check, of another step.
-        half: whether fp32 in some places may cure what it finds.
-        unplaced: the kind of its faults whose place a cure shows.
-        waits: whether cures of faults of 16 bits wait until it is known which loss scales fit.
-    """
     result.notes += examined.notes
-    lines = {finding.line for finding in result.findings if finding.line}
+    if not check.is_after(result.told):  # its table alone is wanted
+        return
+
+    again = examined.again or (lambda other: check.find(other, budget))
     keys = frozenset(finding.key for finding in examined.findings)
+    lines = {finding.line for finding in result.told if finding.line}  # each is named once
     for finding in examined.findings:
-        if finding.line in lines:
-            continue
-        trial = Trial(finding, keys - {finding.key}, again, result.budget)
-        in_half = half and finding.kind in _IN_HALF and result.step.format.half is not None
-        if in_half:
-            result.half.append((len(result.findings), trial))
-        told: Finding | None = None
-        if finding.kind == unplaced and not finding.module and not finding.tensor:
-            told = result.budget.run("place", partial(_placed, result, trial))
-        elif finding.cures and not (in_half and waits):
-            told = result.budget.run("cures", partial(_tried, result, trial))
-        result.findings.append(told or finding)
+        if finding.line not in lines:
+            trial = Trial(finding, keys - {finding.key}, again, budget)
+            fault = Fault(finding, trial, check.finds_half)
+            unplaced = finding.kind == check.unplaced and not finding.module and not finding.tensor
+            placed = budget.run("place", partial(_placed, step, fault)) if unplaced else _tried(result, fault)
+            result.faults.append(placed or fault)
+
+
+def _step_for(result: Diagnosis, check: Check) -> Step:
+    """Return the step that a check examines: as it is, or cured of the faults that are known."""
+    cured = [fault.held[0].step for fault in result.faults if fault.held]
+    return cured[0] if check.of_cured and cured else result.step
+
+
+def _tried(result: Diagnosis, fault: Fault) -> Fault:
+    """Return a fault with the first of the cures that its check knows, if one holds."""
+    cures, trial = fault.found.cures, fault.trial
+    held = result.budget.run("cures", partial(trial.first, cures)) if cures else None
+    return replace(fault, held=tuple(held or ()))
+
+
+def _placed(step: Step, fault: Fault) -> Fault:
+    """Return a fault that shows nowhere, with the place where a cure of it changes something."""
+    held, at = fault.trial.place(chain(fault.found.cures, places(step, fault.trial)))
+    if not held and not at:
+        at = {"line": str(line_of_error(step, "") or "")}
+    return replace(fault, held=tuple(held), at=at)
 
 
 _IN_HALF = (OVERFLOW, UNDERFLOW, SCALE, DOMAIN, ERROR, EXCEPTION)
 """Kinds of faults that fp32 may cure."""
 
 
-def _tried(result: Diagnosis, trial: Trial) -> Finding:
-    """Return a finding with the first of its cures that holds."""
-    held = trial.first(trial.finding.cures)
-    for cure in held:
-        result.cured.setdefault((trial.finding.kind, trial.finding.direction), cure.step)
-    return _told(trial.finding, held)
-
-
-def _placed(result: Diagnosis, trial: Trial) -> Finding:
-    """Return a finding that shows nowhere, with the place where a cure of it changes something."""
-    step = result.step
-    held, at = trial.place(chain(trial.finding.cures, places(step, trial)))
-    if not held and not at:
-        at = {"line": str(line_of_error(step, "") or "")}
-    return _told(replace(trial.finding, **at), held)
-
-
-def _searched(result: Diagnosis, finding: Finding, trial: Trial, search_places: bool) -> Finding:
-    """Return a finding of 16 bits with what cures it; a loss scale that loses gradients is no cure."""
-    budget, scales = result.budget, result.range
-    if finding.cure:
-        return finding
-    fitting = [cure for cure in finding.cures if scales is None or scales.holds(cure.step.scale)]
-    held = budget.run("cures", partial(trial.first, fitting)) if fitting else []
-    if not held and search_places and finding.direction != UPDATE:
-        scale = scales.proposed if scales is not None else None
-        searching = partial(search, result.step, replace(trial, finding=finding), scale, _other_format(result, finding))
-        held = budget.run(ISLANDS, searching)
-    held = held or []
-    result.islands = next((cure for cure in held if isinstance(cure, Islands)), None)
-    line = next((cure.at["line"] for cure in held if "line" in cure.at), finding.line)
-    return _told(replace(finding, line=line), held)
+def _search(result: Diagnosis) -> None:
+    """Search for what cures the first fault of 16 bits, where its check knows nothing."""
+    step, scales = result.step, result.range
+    of_half = (fault for fault in result.faults if fault.half and fault.found.kind in _IN_HALF)
+    fault = next(of_half, None)
+    if fault is None or fault.finding.cure or step.format.half is None:
+        return
+    scale = scales.proposed if scales is not None else None
+    trial = replace(fault.trial, finding=fault.finding)  # with its place
+    held = result.budget.run(ISLANDS, partial(search, step, trial, scale, _other_format(result, fault.found)))
+    result.faults[result.faults.index(fault)] = replace(fault, held=tuple(held or ()))
 
 
 def _other_format(result: Diagnosis, finding: Finding) -> Format | None:
@@ -291,28 +295,18 @@ def _other_format(result: Diagnosis, finding: Finding) -> Format | None:
     return bf16.format if agrees and not fewer_bits else None
 
 
-def _told(finding: Finding, held: list[Cure]) -> Finding:
-    """Return a finding with the texts of the cures that hold."""
-    return replace(finding, cure=(*finding.cure, *(cure.text for cure in held)), cures=())
-
-
-def _judge(result: Diagnosis) -> None:
-    """Set the verdict, and add a finding of each check that crashed."""
+def _verdict(result: Diagnosis) -> str:
+    """Return the verdict; what is not reproduced is noted with what to do."""
     taken, own = result.taken, result.formats.own
-    if result.findings:
-        result.verdict = FOUND
-    elif result.budget.crashes:
-        result.verdict = CRASHED
-    elif taken.failed and taken.finite:
-        result.verdict = NOT_REPRODUCED
+    if result.faults:
+        return FOUND
+    if result.budget.crashes:
+        return CRASHED
+    if taken.failed and taken.finite:
         deterministic = taken.step.remedies.deterministic
         result.notes.append(f"the run failed at this step, but its replay is finite; train with {deterministic}")
-    elif not taken.finite and own is not None and own.scale == own.scales[0]:
-        result.verdict = NOT_REPRODUCED
+        return NOT_REPRODUCED
+    if not taken.finite and own is not None and own.scale == own.scales[0]:
         result.notes.append("the step is not finite as the run takes it, and finite in every format that was examined")
-    elif result.budget.left_out:
-        result.verdict = INCOMPLETE
-    for part, trace in result.budget.crashes.items():
-        what = trace.strip().rpartition("\n")[2]
-        detail = f"{what}; this is a fault of the examination, and says nothing of the step"
-        result.findings.append(Finding(CRASH, EXAMINATION, "", taken.precision, detail=detail, tensor=f"check {part}"))
+        return NOT_REPRODUCED
+    return INCOMPLETE if result.budget.left_out else HEALTHY

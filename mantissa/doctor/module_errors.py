@@ -18,13 +18,17 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mantissa.display import listed
+from mantissa.doctor.budget import Budget, LeftOutError
 from mantissa.doctor.calls import Call, Evaluated, as_called, evaluate, record
+from mantissa.doctor.cause import name_overflows
+from mantissa.doctor.cures import line_of_error
 from mantissa.doctor.limits import HARM, NOISE
 from mantissa.doctor.random import without_dropout
 from mantissa.errors import FormatError
@@ -109,6 +113,27 @@ class LocalError:
             lost = f"{self.e:.0%} of what is not 0 comes out as 0, or far too small, beside larger numbers"
             detail = f"{self.tensor}: {lost}"
         return Finding(self.kind, self.direction, self.module, format, detail=detail)
+
+
+def module_errors(step: Step, budget: Budget) -> Examined:
+    """Find modules whose error harms the gradients of the step, and their lines."""
+    budget.expect(steps_in_memory=2)
+    examined = harmful_errors(step)
+    if not examined.rows:
+        raise LeftOutError("; ".join(examined.notes) or "no module computes")
+    findings = tuple(
+        replace(finding, line=finding.line or str(line_of_error(step, finding.module) or ""))
+        for finding in name_overflows(step.as_run(), examined.findings)
+    )
+    # A cure has to remove these errors, whatever harm is left.
+    harmless = {row.module for row in examined.rows if row.ratio > 1} - {finding.module for finding in findings}
+    return replace(examined, findings=findings, again=partial(_errors_beside, frozenset(harmless)))
+
+
+def _errors_beside(harmless: frozenset[str], step: Step) -> Examined:
+    """Return the errors of modules but for some."""
+    errors = [error for error in local_errors(step).findings if error.module not in harmless]
+    return Examined(findings=name_overflows(step.as_run(), errors))
 
 
 def local_errors(step: Step) -> Examined:

@@ -12,6 +12,7 @@ from mantissa.doctor.budget import Budget
 from mantissa.doctor.cause import find_exception, find_origin
 from mantissa.doctor.cures import at_fixed_scale
 from mantissa.doctor.dtypes import stored_in_half
+from mantissa.doctor.fp16_range import fp16_range
 from mantissa.errors import FormatError, described, is_out_of_memory
 from mantissa.finding import BACKWARD, DOMAIN, EXCEPTION, FORWARD, INPUT, NOT_FINITE, Cure, Finding
 from mantissa.formats import BF16, FP32, TF32, Format, plain
@@ -219,8 +220,13 @@ def _at_first_scale(step: Step, own: FormatTrial, budget: Budget) -> tuple[Findi
     """Return the fault at the loss scale at which a run ended, where a lower one is finite."""
     cause = partial(find_origin, own.replay(step, own.scales[0]), own.name)
     finding = budget.run("cause", cause, always=True)
+    if finding is None:
+        return ()
+    fits = budget.run("range", lambda: fp16_range(step, budget).holds(own.scale))
+    if fits is False:  # a scale that loses gradients is no cure
+        return (finding,)
     text = f"{step.remedies.scale(own.scale)}, at which this step is finite"
-    return (replace(finding, cures=(Cure(text, at_fixed_scale(step, own.scale)),)),) if finding else ()
+    return (replace(finding, cures=(Cure(text, at_fixed_scale(step, own.scale)),)),)
 
 
 _NO_HALF = "torch's GradScaler takes no gradients in float16"

@@ -293,7 +293,8 @@ def test_any_check_that_crashes_is_never_healthy(part: str, monkeypatch: pytest.
 
     table = [replace(check, find=crash) if part in (check.part, check.name) else check for check in TABLE]
     monkeypatch.setattr("mantissa.doctor.diagnosis.TABLE", table)
-    report = mantissa.examine(Own(), error, regression(), "fp16")
+    model = Own()
+    report = mantissa.examine(model, error, regression(), "fp16", torch.optim.AdamW(model.parameters()))
     assert (report.verdict, report.diagnosis.exit_code) == ("CRASHED", 3), str(report)
     assert "raise TypeError" in report.write(tmp_path).read_text()
 

@@ -66,7 +66,7 @@ def test_microbatches_and_recomputed_blocks_are_counted_once() -> None:
 
 def test_the_highest_scale_holds_the_largest_gradient_of_any_microbatch() -> None:
     step = step_of(lambda: around(nn.Linear(WIDTH, WIDTH)), "fp16", accumulate=2)
-    step.microbatches[0]["x"].mul_(64)
+    next(iter(step.microbatches[0].values())).mul_(64)
     highest = measured(step).highest
     assert highest is not None
     replay = step.as_run()
