@@ -116,5 +116,9 @@ class Examined:
     notes: tuple[str, ...] = ()
     rows: tuple[Any, ...] = ()
     """What was measured, for a table."""
-    again: Callable[[Step], Examined] | None = field(default=None, repr=False, compare=False)
+    again: Again | None = field(default=None, repr=False, compare=False)
     """The same check of another step, beside what this one was compared with; None: the check itself."""
+
+
+Again = Callable[["Step"], Examined]
+"""A check, of another step."""

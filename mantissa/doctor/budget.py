@@ -13,6 +13,8 @@ from mantissa.step.step import Step
 from mantissa.step.trace import is_raised_here, is_raised_in_model, line_of_exception
 
 Result = TypeVar("Result")
+Say = Callable[[str], None]
+"""Hears the name of a part before it begins."""
 
 
 class LeftOutError(Exception):
@@ -34,7 +36,7 @@ class Budget:
         self,
         seconds: float,
         step: Step,
-        say: Callable[[str], None] = lambda name: None,
+        say: Say = lambda name: None,
         step_seconds: float = 0.0,
         step_bytes: int = 0,
     ):
@@ -105,7 +107,7 @@ class Budget:
         needed, free = steps_in_memory * self.step_bytes, self._step.free_bytes()
         if needed > free:
             raise LeftOutError(f"it needs about {size(needed)}, {size(free)} are free")
-        if seconds > self.left():
+        if seconds and seconds > self.left():
             enough = self._step.remedies.time_budget.format(self.seconds + seconds)
             raise LeftOutError(f"it takes about {seconds:.0f} s; set {enough}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from mantissa.doctor.cause import find_exception, find_origin
 from mantissa.doctor.dtypes import NO_CAST, explicit_casts
 from mantissa.doctor.tape import UNWRITTEN
 from mantissa.errors import FormatError
-from mantissa.finding import BACKWARD, DOMAIN, EXCEPTION, FORWARD, OVERFLOW, UNDERFLOW, Cure, Examined, Finding
+from mantissa.finding import BACKWARD, DOMAIN, EXCEPTION, FORWARD, OVERFLOW, UNDERFLOW, Again, Cure, Finding
 from mantissa.formats import FP16, Format
 from mantissa.step.ledger import MemoryLedger
 from mantissa.step.step import Batch, Remedies, Replay, Step
@@ -62,7 +62,7 @@ class Trial:
     finding: Finding
     others: frozenset[tuple[str, str]]
     """Keys of what else the check reports of the step as it is."""
-    again: Callable[[Step], Examined]
+    again: Again
     """The check."""
     budget: Budget
 
@@ -94,14 +94,9 @@ class Trial:
 # --- candidates ---
 
 
-def at_fixed_scale(step: Step, scale: float) -> Step:
-    """Return a step at a loss scale that must hold: nothing lowers it."""
-    return replace(step.at_scale(scale), least_scale=0.0)
-
-
 def scale_cures(step: Step, scale: float | None) -> tuple[Cure, ...]:
     """Return another loss scale as a cure; none where there is none."""
-    return (Cure(step.remedies.scale(scale), at_fixed_scale(step, scale)),) if scale is not None else ()
+    return (Cure(step.remedies.scale(scale), step.at_scale(scale)),) if scale is not None else ()
 
 
 def format_cure(step: Step, format: Format) -> Cure:

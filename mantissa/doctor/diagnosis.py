@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mantissa.doctor.budget import Budget
+from mantissa.doctor.budget import Budget, Say
 from mantissa.doctor.checks import CHECKS, COMPILED, EXACT, FINITE, ISLANDS, RUNS, SWEEP, TABLE, Check
 from mantissa.doctor.cures import Islands, Trial, line_of_error, places, search
 from mantissa.doctor.fp16_range import Range
@@ -173,7 +173,7 @@ def diagnose(
     taken: TakenStep,
     checks: Sequence[str] | None = None,
     time_budget_s: float = 60,
-    say: Callable[[str], None] = lambda name: None,
+    say: Say = lambda name: None,
 ) -> Diagnosis:
     """Examine a step.
 

@@ -10,7 +10,6 @@ import torch
 
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.cause import find_exception, find_origin
-from mantissa.doctor.cures import at_fixed_scale
 from mantissa.doctor.dtypes import stored_in_half
 from mantissa.doctor.fp16_range import fp16_range
 from mantissa.errors import FormatError, described, is_out_of_memory
@@ -226,7 +225,7 @@ def _at_first_scale(step: Step, own: FormatTrial, budget: Budget) -> tuple[Findi
     if fits is False:  # a scale that loses gradients is no cure
         return (finding,)
     text = f"{step.remedies.scale(own.scale)}, at which this step is finite"
-    return (replace(finding, cures=(Cure(text, at_fixed_scale(step, own.scale)),)),)
+    return (replace(finding, cures=(Cure(text, step.at_scale(own.scale)),)),)
 
 
 _NO_HALF = "torch's GradScaler takes no gradients in float16"

@@ -153,7 +153,7 @@ def _judged(standard: _Standard, step: Step) -> Examined:
     if first and not losses[first].isfinite():
         later = _broken_later(step, batches, first)
         if later is not None and later.direction != UPDATE:
-            return Examined(findings=(later,))
+            return Examined(findings=(replace(later, cures=(*later.cures, *_fp32_weights(step))),))
         if later is not None:
             tensor, detail = later.tensor, f"{detail}; {later.detail}"
     direction = UPDATE if first else FORWARD  # the first loss is computed before any update
@@ -164,14 +164,18 @@ def _judged(standard: _Standard, step: Step) -> Examined:
 
 def _cures(step: Step) -> tuple[Cure, ...]:
     """Return weights in fp32, and the optimizer's step without its casts to 16 bits."""
-    cures = []
-    if step.format.only_half:
-        other = step.with_fp32_weights()
-        cures.append(Cure(step.remedies.format(other.format), other))
+    cures = _fp32_weights(step)
     for line in casts_in_update(step):
         at = {"direction": UPDATE, "tensor": "the optimizer's step", "line": line}
         cures.append(Cure(NO_CAST, step.without_casts(line), at))
     return tuple(cures)
+
+
+def _fp32_weights(step: Step) -> list[Cure]:
+    if not step.format.only_half:
+        return []
+    other = step.with_fp32_weights()
+    return [Cure(step.remedies.format(other.format), other)]
 
 
 def _first_infinite(losses: Tensor) -> int:

@@ -767,6 +767,8 @@ class Fault:
     """Empty: any."""
     format: str = ""
     """The first one that shows it; empty: any."""
+    besides: tuple[str, ...] = ()
+    """Kinds of what else is found."""
 
     def examined(self) -> Report:
         torch.manual_seed(0)
@@ -783,11 +785,12 @@ def planted(
     data: Callable[[], Batch] = noise,
     loss: Callable[[Tensor, Batch], Tensor] = mean_square,
     optimizer: Optimizer = torch.optim.AdamW,
+    besides: tuple[str, ...] = (),
     **options: Any,
 ) -> Fault:
     """A fault in a model of a batch's ``x``: the kind, the direction, the place and the first format."""
     kind, direction, place, format = expected
-    where = {"direction": direction, "format": format, "options": options}
+    where = {"direction": direction, "format": format, "options": options, "besides": besides}
     return Fault(kind, place, precision or format, model, rows_of(data), of_output(loss), optimizer, **where)
 
 
@@ -836,13 +839,14 @@ FAULTS = {
     "division by a norm of 1e-6": planted((OVERFLOW, FORWARD, "1", "fp16_pure"), lambda: around(Computes(by_norm))),
     "E[x²] - E[x]² with a mean of 100": planted((ERROR, FORWARD, "1", "bf16"), lambda: around(naive_variance())),
     "the embedding gradient of a token that occurs 10,000 times": planted(
-        (ERROR, BACKWARD, "embed", "bf16_pure"), tokens, data=repeated
+        (ERROR, BACKWARD, "embed", "bf16_pure"), tokens, data=repeated, besides=(LOST,)
     ),
     "Adam's second moment in fp16": planted(
         (MOMENT, UPDATE, "0.up", "fp16_pure"),
         lambda: nn.Sequential(Block()),
         loss=lambda output, batch: mean_square(output, batch) * 1e-3,
         optimizer=adam(1e-5),
+        besides=(MOMENT,),
     ),
     "a rate that explodes, and a factor that Adam divides by": Fault(
         RATE, WHOLE, "fp32", loss=scaled(1024.0), optimizer=adam(100.0)
@@ -894,6 +898,7 @@ FAULTS = {
         "fp16",
         lambda: Own().half(),
         cure="fp32 weights under torch.autocast(device, dtype=torch.float16)",
+        besides=(DTYPE,),
     ),
     "a product overflows": Fault(
         OVERFLOW, WHOLE, "fp16", lambda: Own(lambda own, x: 1e6 * x / 1e6), line="1e6 * x", cure="fp32_ops(['mul'])"
@@ -1021,6 +1026,7 @@ FAULTS = {
         loss=scaled(1e-6),
         options={"scale": 1.0, "fixed_scale": True},
         cure="init_scale=65536",
+        besides=(UNDERFLOW,),
     ),
     "a static scale that is too large": Fault(
         OVERFLOW, WHOLE, "fp16", options={"scale": 2.0**26, "fixed_scale": True}, cure="GradScaler(init_scale="
@@ -1050,7 +1056,13 @@ FAULTS = {
     ),
     "an average in 16 bits": Fault(LOST, "mean", "bf16", averaged),
     "weights in 16 bits": Fault(
-        LOST, "inner", "bf16_pure", lambda: large_bias(Own(), 1.0), optimizer=adamw(1e-4), cure="fp32 weights"
+        LOST,
+        "inner",
+        "bf16_pure",
+        lambda: large_bias(Own(), 1.0),
+        optimizer=adamw(1e-4),
+        cure="fp32 weights",
+        besides=(LOST,),
     ),
     "numbers of items that are cast with the features": Fault(
         ERROR, WHOLE, "bf16", Items, batches=items, optimizer=adamw(2e-2), line="bfloat16()"
@@ -1134,6 +1146,7 @@ FAULTS = {
         "bf16",
         lambda: Net({name: normed(NaiveNorm) for name in "abc"}),
         cure="keep_fp32(model, ['blocks.a.norm', 'blocks.b.norm', 'blocks.c.norm'])",
+        besides=(ERROR, ERROR),
     ),
     "a norm in half of the blocks": Fault(
         ERROR,
@@ -1141,6 +1154,7 @@ FAULTS = {
         "bf16",
         lambda: Net([normed(NaiveNorm if number % 2 else nn.LayerNorm) for number in range(4)]),
         cure="keep_fp32(model, ['blocks.1.norm', 'blocks.3.norm'])",
+        besides=(ERROR,),
     ),
     "angles in each layer": Fault(
         ERROR,
@@ -1149,6 +1163,7 @@ FAULTS = {
         lambda: Net([Turning(Rotary()) for _ in range(3)]),
         lambda: lines(600),
         cure="keep_fp32(model, ['blocks.0.rotary', 'blocks.1.rotary', 'blocks.2.rotary'])",
+        besides=(ERROR, ERROR),
     ),
     "angles of one module that all layers share": Fault(
         ERROR,
@@ -1172,6 +1187,7 @@ FAULTS = {
         lambda: Net([Turning(HardRotary()) for _ in range(2)]),
         lambda: lines(1000),
         cure="no cast to 16 bits in this line",
+        besides=(ERROR,),
     ),
 }
 """Faults in a loop."""
