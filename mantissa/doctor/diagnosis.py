@@ -77,9 +77,8 @@ class TakenStep:
 class Fault:
     """What a check found, paired with the cures that hold."""
 
-    found: Finding
     trial: Trial
-    """Tries its cures."""
+    """Tries its cures, on the check that found it."""
     half: bool = False
     """Whether fp32 in some places may cure it."""
     held: tuple[Cure, ...] = ()
@@ -87,8 +86,13 @@ class Fault:
     """Where it is by what it is gone without, though that does not train on."""
 
     @property
+    def found(self) -> Finding:
+        """What the check found."""
+        return self.trial.finding
+
+    @property
     def finding(self) -> Finding:
-        """The finding as it is told."""
+        """The same with the cures that hold, as it is told."""
         at = dict(item for cure in self.held for item in cure.at.items()) or self.at
         texts = (*self.found.cure, *(cure.text for cure in self.held))
         return replace(self.found, **at, cure=texts, cures=())
@@ -149,15 +153,15 @@ class Diagnosis:
     @property
     def finite(self) -> bool:
         """Whether the step is finite in the run's own format, at a loss scale that its scaler would find."""
-        own = self.formats.own
-        return own.status == OK if own is not None else self.taken.finite
+        as_run = self.formats.as_run
+        return as_run.status == OK if as_run is not None else self.taken.finite
 
     @property
     def facts(self) -> set[str]:
         """What the format sweep says."""
-        own, fp32 = self.formats.own, self.formats.of(plain(FP32))
+        as_run, fp32 = self.formats.as_run, self.formats.of(plain(FP32))
         facts = {
-            RUNS: own is None or own.status != RAISES,
+            RUNS: as_run is None or as_run.status != RAISES,
             FINITE: self.finite,
             EXACT: fp32.status == OK if fp32 is not None else self.finite,
         }
@@ -211,11 +215,11 @@ def _sweep(result: Diagnosis) -> None:
     loss = taken.loss if taken.finite and not taken.step.compiles else None
     result.formats = sweep = format_sweep(taken.step, result.budget, loss, taken.failed)
     result.notes += sweep.notes
-    if sweep.own is not None and sweep.own.status == OK:
-        result.step = taken.step.at_scale(sweep.own.scale)
+    if sweep.as_run is not None and sweep.as_run.status == OK:
+        result.step = taken.step.at_scale(sweep.as_run.scale)
     for finding in sweep.findings:  # of which nothing is left where the step is finite
         trial = Trial(finding, frozenset(), lambda step: Examined(), result.budget)
-        result.faults.append(_tried(result, Fault(finding, trial, sweep.half)))
+        result.faults.append(_tried(result, Fault(trial, sweep.half)))
 
 
 def _is_wanted(result: Diagnosis, check: Check) -> bool:
@@ -241,7 +245,7 @@ def _make(result: Diagnosis, check: Check) -> None:
     for finding in examined.findings:
         if finding.line not in lines:
             trial = Trial(finding, keys - {finding.key}, again, budget)
-            fault = Fault(finding, trial, check.finds_half)
+            fault = Fault(trial, check.finds_half)
             unplaced = finding.kind == check.unplaced and not finding.module and not finding.tensor
             placed = budget.run("place", partial(_placed, step, fault)) if unplaced else _tried(result, fault)
             result.faults.append(placed or fault)
@@ -281,7 +285,7 @@ def _search(result: Diagnosis) -> None:
         return
     scale = scales.proposed if scales is not None else None
     trial = replace(fault.trial, finding=fault.finding)  # with its place
-    held = result.budget.run(ISLANDS, partial(search, step, trial, scale, _other_format(result, fault.found)))
+    held = result.budget.run(ISLANDS, partial(search, step, trial, scale, _other_format(result, fault.finding)))
     result.faults[result.faults.index(fault)] = replace(fault, held=tuple(held or ()))
 
 
@@ -297,7 +301,7 @@ def _other_format(result: Diagnosis, finding: Finding) -> Format | None:
 
 def _verdict(result: Diagnosis) -> str:
     """Return the verdict; what is not reproduced is noted with what to do."""
-    taken, own = result.taken, result.formats.own
+    taken, as_run = result.taken, result.formats.as_run
     if result.faults:
         return FOUND
     if result.budget.crashes:
@@ -306,7 +310,7 @@ def _verdict(result: Diagnosis) -> str:
         deterministic = taken.step.remedies.deterministic
         result.notes.append(f"the run failed at this step, but its replay is finite; train with {deterministic}")
         return NOT_REPRODUCED
-    if not taken.finite and own is not None and own.scale == own.scales[0]:
+    if not taken.finite and as_run is not None and as_run.scale == as_run.scales[0]:
         result.notes.append("the step is not finite as the run takes it, and finite in every format that was examined")
         return NOT_REPRODUCED
     return INCOMPLETE if result.budget.left_out else HEALTHY

@@ -89,7 +89,7 @@ class Sweep:
     """Whether 16 bits are the first that break, which fp32 in some places may cure."""
 
     @property
-    def own(self) -> FormatTrial | None:
+    def as_run(self) -> FormatTrial | None:
         """What the run does; None: there was no sweep."""
         return self.trials[-1] if self.trials else None
 
@@ -108,18 +108,18 @@ def format_sweep(step: Step, budget: Budget, loss: float | None, failed: bool) -
         failed: whether the run itself ended at this step.
     """
     # One format after another, the run's own last.
-    *others, own = _formats(step)
+    *others, as_run = _formats(step)
     trials = [_taken(step, trial, budget, trial.format is plain(FP32)) for trial in others]
     if loss is not None:
-        own = replace(own, status=OK, scale=own.scales[0], loss=loss)
+        as_run = replace(as_run, status=OK, scale=as_run.scales[0], loss=loss)
     else:
-        own = _taken(step, own, budget, always=True)
+        as_run = _taken(step, as_run, budget, always=True)
 
     # The cause is sought where the step breaks first. Where fp64 breaks, so does fp32, with a dtype that runs have.
-    sweep = Sweep((*trials, own))
+    sweep = Sweep((*trials, as_run))
     broken = next((trial for trial in sweep.trials if trial.format and trial.breaks), None)
     faulty = sweep if broken is None else _at_fault(sweep, step, broken, budget)
-    if broken is not None and own.status != OK:
+    if broken is not None and as_run.status != OK:
         return faulty
 
     # A step that is finite may have needed a lower scale than its run had, or may have no scaler in torch.
@@ -128,10 +128,10 @@ def format_sweep(step: Step, budget: Budget, loss: float | None, failed: bool) -
         for finding in faulty.findings
         if broken is not None
     )
-    if failed and own.scale != own.scales[0]:
-        return replace(sweep, notes=notes, findings=_at_first_scale(step, own, budget), half=True)
-    if own.scaler and (stored := _unscalable(step)):
-        refused = replace(own, status=RAISES, why=_NO_HALF)
+    if failed and as_run.scale != as_run.scales[0]:
+        return replace(sweep, notes=notes, findings=_at_first_scale(step, as_run, budget), half=True)
+    if as_run.scaler and (stored := _unscalable(step)):
+        refused = replace(as_run, status=RAISES, why=_NO_HALF)
         return Sweep((*trials, refused), stored, notes)
     return replace(sweep, notes=notes)
 
@@ -141,20 +141,20 @@ def _formats(step: Step) -> list[FormatTrial]:
 
     That has its own stored weights, its fp32 modules and operators.
     """
-    own, scales = step.format, tuple(step.scales)
-    fp32, tf32, bf16, basic = plain(FP32), plain(TF32), plain(BF16), plain(own.number)
+    as_run, scales = step.format, tuple(step.scales)
+    fp32, tf32, bf16, basic = plain(FP32), plain(TF32), plain(BF16), plain(as_run.number)
     formats = [FormatTrial("fp64"), FormatTrial(fp32.name, fp32)]
-    if own is not fp32 and step.available(tf32):
+    if as_run is not fp32 and step.available(tf32):
         formats.append(FormatTrial(tf32.name, tf32))
-    if own.half is None:
+    if as_run.half is None:
         return formats
     if basic is not bf16 and step.available(bf16):
         formats.append(FormatTrial(bf16.name, bf16))
     formats.append(FormatTrial(basic.name, basic))
     if scales != (1.0,):
         formats.append(FormatTrial(f"{basic.name}+scaler", basic, scales, scaler=True))
-    if own is not basic:
-        formats.append(FormatTrial(own.name, own, scales))
+    if as_run is not basic:
+        formats.append(FormatTrial(as_run.name, as_run, scales))
     return formats
 
 
@@ -215,17 +215,17 @@ def _unlocated(trial: FormatTrial, name: str) -> Finding:
     return Finding(NOT_FINITE, direction, module, name, detail=f"{shown}: no torch operator made it so")
 
 
-def _at_first_scale(step: Step, own: FormatTrial, budget: Budget) -> tuple[Finding, ...]:
+def _at_first_scale(step: Step, as_run: FormatTrial, budget: Budget) -> tuple[Finding, ...]:
     """Return the fault at the loss scale at which a run ended, where a lower one is finite."""
-    cause = partial(find_origin, own.replay(step, own.scales[0]), own.name)
+    cause = partial(find_origin, as_run.replay(step, as_run.scales[0]), as_run.name)
     finding = budget.run("cause", cause, always=True)
     if finding is None:
         return ()
-    fits = budget.run("range", lambda: fp16_range(step, budget).holds(own.scale))
+    fits = budget.run("range", lambda: fp16_range(step, budget).holds(as_run.scale))
     if fits is False:  # a scale that loses gradients is no cure
         return (finding,)
-    text = f"{step.remedies.scale(own.scale)}, at which this step is finite"
-    return (replace(finding, cures=(Cure(text, step.at_scale(own.scale)),)),)
+    text = f"{step.remedies.scale(as_run.scale)}, at which this step is finite"
+    return (replace(finding, cures=(Cure(text, step.at_scale(as_run.scale)),)),)
 
 
 _NO_HALF = "torch's GradScaler takes no gradients in float16"

@@ -94,7 +94,8 @@ def test_the_page_says_what_the_terminal_says(found: Diagnosis) -> None:
     text = islands_text(found.step.remedies, ["*.ln", "1.wo", "0.10"], "+1.2 MiB", minimal=True)
     finding = replace(found.findings[0], cure=(text,))
     other = Finding("underflow", "backward", name, "fp16", path=(name,), cure=(name,))
-    found.faults = [replace(found.faults[0], found=told, held=()) for told in (finding, other)]
+    fault = replace(found.faults[0], held=())
+    found.faults = [replace(fault, trial=replace(fault.trial, finding=told)) for told in (finding, other)]
     found.notes, found.budget.left_out = [name], [name]
     text, plots = page_of(found)
     said = [opening(found.taken), *lines(found)]
