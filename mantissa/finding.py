@@ -2,38 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-OVERFLOW, UNDERFLOW, DOMAIN, NOT_FINITE, INPUT = "overflow", "underflow", "domain", "not finite", "input"
-ERROR, DTYPE, SCALE, LOST, MOMENT = "error", "dtype", "scale", "lost updates", "optimizer state"
-DIFFERENCE, DIVERGENCE, EXCEPTION, RATE = "difference", "divergence", "exception", "learning rate"
-BLOCKED, CRASH = "no gradient", "crash"
+if TYPE_CHECKING:
+    from mantissa.step.step import Step
 
-MEANINGS = {
-    OVERFLOW: "A number is larger than the format can hold, so it becomes infinite.",
-    UNDERFLOW: "Numbers are smaller than the format can hold, so they become 0.",
-    DOMAIN: "An operation has no finite result, such as 0/0, log(0) or a softmax over nothing.",
-    NOT_FINITE: "A result is not finite, and no torch operator made it so: code outside of torch did.",
-    INPUT: "A weight, a buffer or the data is not finite before the step, far too large, or rounded away.",
-    ERROR: "The result has more rounding error than the format makes unavoidable.",
-    DTYPE: "Something that should be computed or stored in fp32 is in 16 bits.",
-    SCALE: "The loss or its gradients are multiplied by a number that does not fit the format or the optimizer.",
-    LOST: "Weight updates are too small for the format of the weights, and are rounded away.",
-    MOMENT: "What the optimizer kept of earlier steps spoils this one.",
-    DIFFERENCE: "The compiled model gives other results than the eager one.",
-    EXCEPTION: "The step cannot be computed in this format.",
-    RATE: "The updates are too large: the loss grows, in fp32 as well.",
-    BLOCKED: "No gradient reaches a weight that the loss depends on.",
-    CRASH: "A check of the examination failed: the traceback is in the report.",
-    DIVERGENCE: "Within a few steps, the loss leaves the spread of the reference.",
-}
-"""The kinds of faults."""
+MEANINGS: dict[str, str] = {}
+"""The kinds of faults, and what they mean."""
+
+
+def kind(name: str, meaning: str) -> str:
+    """Make a kind of fault known, and return its name."""
+    MEANINGS[name] = meaning
+    return name
+
+
+OVERFLOW = kind("overflow", "A number is larger than the format can hold, so it becomes infinite.")
+UNDERFLOW = kind("underflow", "Numbers are smaller than the format can hold, so they become 0.")
+DOMAIN = kind("domain", "An operation has no finite result, such as 0/0, log(0) or a softmax over nothing.")
+NOT_FINITE = kind("not finite", "A result is not finite, and no torch operator made it so: code outside of torch did.")
+INPUT = kind("input", "A weight, a buffer or the data is not finite before the step, far too large, or rounded away.")
+ERROR = kind("error", "The result has more rounding error than the format makes unavoidable.")
+DTYPE = kind("dtype", "Something that should be computed or stored in fp32 is in 16 bits.")
+SCALE = kind(
+    "scale", "The loss or its gradients are multiplied by a number that does not fit the format or the optimizer."
+)
+LOST = kind("lost updates", "Weight updates are too small for the format of the weights, and are rounded away.")
+MOMENT = kind("optimizer state", "What the optimizer kept of earlier steps spoils this one.")
+DIFFERENCE = kind("difference", "The compiled model gives other results than the eager one.")
+EXCEPTION = kind("exception", "The step cannot be computed in this format.")
+RATE = kind("learning rate", "The updates are too large: the loss grows, in fp32 as well.")
+BLOCKED = kind("no gradient", "No gradient reaches a weight that the loss depends on.")
+DIVERGENCE = kind("divergence", "Within a few steps, the loss leaves the spread of the reference.")
+CRASH = kind("crash", "A check of the examination failed: the traceback is in the report.")
 
 FORWARD, BACKWARD, UPDATE, EXAMINATION = "forward", "backward", "update", "examination"
 
 
-@dataclass
+@dataclass(frozen=True)
+class Cure:
+    """What a person can change, and the step with that changed."""
+
+    text: str
+    """What to do, in the words of the loop that the step is from."""
+    step: Step
+    at: dict[str, Any] = field(default_factory=dict)
+    """Fields of a finding that say where the cure changes something: there a fault is that shows nowhere else."""
+
+
+@dataclass(frozen=True)
 class Finding:
     """One fault: where it is, what it is, and from which format on it occurs."""
 
@@ -50,19 +69,26 @@ class Finding:
     """Shape of the operator's result."""
     detail: str = ""
     """The measured numbers, in words."""
-    path: list[str] = field(default_factory=list)
+    path: tuple[str, ...] = ()
     """Modules and operators from the fault to the output that it spoils."""
-    cure: list[str] = field(default_factory=list)
+    cure: tuple[str, ...] = ()
     """Settings, the cheapest first; each was tried, on this step and on those that follow."""
     tensor: str = ""
     """The weight, the buffer, or the batch's tensor and sample that is at fault; empty: none is."""
     line: str = ""
     """Line of the forward code: file, number and text; empty: it is not known."""
+    cures: tuple[Cure, ...] = field(default=(), repr=False, compare=False)
+    """What may cure it, the cheapest first. The first that holds becomes ``cure``."""
 
     @property
     def place(self) -> str:
         """The tensor or the module at fault, in words where that is none."""
         return self.tensor or self.module or "(the model itself, or the loss)"
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What a fault is known by: a check that no longer reports it of a changed step has lost it."""
+        return self.kind, self.place
 
     @property
     def parts(self) -> list[str]:
@@ -74,7 +100,7 @@ class Finding:
     def lines(self) -> list[str]:
         """Return the finding as text for a terminal, two spaces before all lines but the first."""
         fault, *numbers = self.parts
-        lines = [f"FOUND {fault}", *(f"  {each}" for each in numbers)]
+        lines = [f"FOUND {fault}", *(f"  {part}" for part in numbers)]
         if self.line:
             lines.append(f"  at {self.line}")
         if self.path:
@@ -82,11 +108,17 @@ class Finding:
         return lines + [f"  {'or' if number else 'cure:'} {cure}" for number, cure in enumerate(self.cure)]
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Examined:
     """What a check says of a step."""
 
-    findings: list[Finding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    rows: list[Any] = field(default_factory=list)
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+    rows: tuple[Any, ...] = ()
     """What was measured, for a table."""
+    again: Again | None = field(default=None, repr=False, compare=False)
+    """The same check of another step, beside what this one was compared with; None: the check itself."""
+
+
+Again = Callable[["Step"], Examined]
+"""A check, of another step."""

@@ -31,7 +31,7 @@ if not ALONE:
 
 
 BY_CPU = [
-    *("trainer/precision", "trainer/profiling/test_rates.py", "parity", "mantissa/doctor/test_healthy.py"),
+    *("trainer/precision", "trainer/profiling/test_rates.py", "parity", "evidence/doctor/test_healthy.py"),
     *("evidence/claims", "command_line/test_mistakes.py", "command_line/training/test_ending.py"),
     "command_line/test_commands.py",
 ]

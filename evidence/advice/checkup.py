@@ -36,20 +36,20 @@ def check(overrides: Sequence[str], hardware: Hardware) -> dict[str, Any]:
     samples = min(SAMPLES, compose(overrides).plan(hardware).batching.micro_batch_size)
     few = merge_overrides(overrides, [f"batch_size={samples}", f"micro_batch_size={samples}"])
     try:
-        found: dict[str, Any] = measure_isolated(__name__, few, {}, limit_s=LIMIT_S)
+        answered: dict[str, Any] = measure_isolated(__name__, few, {}, limit_s=LIMIT_S)
     except RunError as error:
         return {"faults": [], "missed": [f"not examined: {first_line(error)}"], "healthy": False}
-    return found
+    return answered
 
 
 def measure(config: Config) -> dict[str, Any]:
     """Examine the first step of a config in this process, and return what ``check`` does."""
-    found = diagnose(take(step_of(Trainer.from_config(config))), CHECKS, TIME_BUDGET_S)
+    diagnosis = diagnose(take(step_of(Trainer.from_config(config))), CHECKS, TIME_BUDGET_S)
+    budget = diagnosis.budget
     return {
-        "faults": ["; ".join(finding.parts) for finding in found.findings if finding.kind != CRASH],
-        "missed": [f"crashed: {part}" for part in found.budget.crashes]
-        + [f"left out: {item}" for item in found.budget.left_out],
-        "healthy": found.verdict == HEALTHY,
+        "faults": ["; ".join(finding.parts) for finding in diagnosis.findings if finding.kind != CRASH],
+        "missed": [f"crashed: {part}" for part in budget.crashes] + [f"left out: {item}" for item in budget.left_out],
+        "healthy": diagnosis.verdict == HEALTHY,
     }
 
 

@@ -26,15 +26,15 @@ _WIDTH = 4.8
 def figures(diagnosis: Diagnosis) -> list[Plot]:
     """Return the plots of what was examined."""
     drawn = []
-    if (found := diagnosis.range) is not None:
-        scale = diagnosis.step.scale if found.highest is not None else None
-        layers = [layer for layer in found.rows if layer.amax]
+    if (scales := diagnosis.range) is not None:
+        scale = diagnosis.step.scale if scales.highest is not None else None
+        layers = [layer for layer in scales.rows if layer.amax]
         outputs = [layer for layer in layers if layer.tensor == "output"]
         weights = [layer for layer in reversed(layers) if layer.tensor != "output"]  # they came in backward order
         drawn += [_exponents(what, part, scale) for what, part in (("outputs", outputs), ("weights", weights)) if part]
-    if diagnosis.modules is not None:
+    if (errors := diagnosis.examined.get("modules")) is not None:
         for direction in (FORWARD, BACKWARD):
-            rows = [row for row in diagnosis.modules.rows if 0 < row.e < math.inf and row.direction == direction]
+            rows = [row for row in errors.rows if 0 < row.e < math.inf and row.direction == direction]
             drawn += [_errors(direction, rows)] if rows else []
     return drawn
 

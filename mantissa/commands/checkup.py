@@ -140,7 +140,7 @@ def table(reports: dict[str, Report]) -> str:
         if islands is not None:
             more = f" and {len(islands.modules) - 1} more" if len(islands.modules) > 1 else ""
             names, cost = islands.modules[0] + more, islands.cost
-        where = ", ".join(f"{found.kind}: {found.place}" for found in report.findings) or "-"
+        where = ", ".join(f"{finding.kind}: {finding.place}" for finding in report.findings) or "-"
         rows.append((precision, report.verdict, where, names, cost))
     return columns(rows)
 

@@ -13,6 +13,12 @@ from mantissa.step.step import Step
 from mantissa.step.trace import is_raised_here, is_raised_in_model, line_of_exception
 
 Result = TypeVar("Result")
+Say = Callable[[str], None]
+"""Hears the name of a part before it begins."""
+
+
+class LeftOutError(Exception):
+    """A part of an examination does not fit; the message says why."""
 
 
 class Budget:
@@ -22,10 +28,19 @@ class Budget:
         seconds: for all parts.
         step: which says how much memory is left, and how more time is given.
         say: hears the name of every part before it is run.
+        step_seconds: duration of the step.
+        step_bytes: memory that the step takes.
     """
 
-    def __init__(self, seconds: float, step: Step, say: Callable[[str], None] = lambda name: None):
-        self.seconds = seconds
+    def __init__(
+        self,
+        seconds: float,
+        step: Step,
+        say: Say = lambda name: None,
+        step_seconds: float = 0.0,
+        step_bytes: int = 0,
+    ):
+        self.seconds, self.step_seconds, self.step_bytes = seconds, step_seconds, step_bytes
         self.left_out: list[str] = []
         """Parts that were not run to their end, each with the reason."""
         self.crashes: dict[str, str] = {}
@@ -48,9 +63,7 @@ class Budget:
             self.left_out.append(out)
         return False
 
-    def run(
-        self, part: str, make: Callable[[], Result], memory_bytes: float = 0, seconds: float = 0, always: bool = False
-    ) -> Result | None:
+    def run(self, part: str, make: Callable[[], Result], always: bool = False) -> Result | None:
         """Return what a part makes; None where it is left out, or fails.
 
         A part that this model cannot do is left out; one that fails for any other reason is a crash, and kept.
@@ -58,12 +71,10 @@ class Budget:
         Args:
             part: its name.
             make: the part.
-            memory_bytes: memory that it needs.
-            seconds: time that it takes.
             always: whether it is run whatever is left; it raises where memory runs out.
         """
-        if not always and (why := self._lacks(memory_bytes, seconds)):
-            self.left_out.append(f"{part} ({why})")
+        if not always and self.left() <= 0:
+            self.left_out.append(f"{part} ({self._no_time})")
             return None
         self._say(part)
         began = time.monotonic()
@@ -75,7 +86,7 @@ class Budget:
                     raise
                 self.left_out.append(f"{part} (out of memory)")
             elif _is_the_models(error):
-                known = isinstance(error, FormatError | UsageError)
+                known = isinstance(error, FormatError | UsageError | LeftOutError)
                 self.left_out.append(f"{part} ({error if known else described(error)})")
             else:
                 self.crashes[part] = traceback.format_exc()
@@ -83,26 +94,31 @@ class Budget:
         finally:
             self.spent[part] = self.spent.get(part, 0.0) + time.monotonic() - began
 
+    def expect(self, seconds: float = 0, steps_in_memory: float = 0) -> None:
+        """Say what a part needs, before it begins.
+
+        Args:
+            seconds: time that it takes.
+            steps_in_memory: memory that it takes, in those of the step.
+
+        Raises:
+            LeftOutError: there is not so much.
+        """
+        needed, free = steps_in_memory * self.step_bytes, self._step.free_bytes()
+        if needed > free:
+            raise LeftOutError(f"it needs about {size(needed)}, {size(free)} are free")
+        if seconds and seconds > self.left():
+            enough = self._step.remedies.time_budget.format(self.seconds + seconds)
+            raise LeftOutError(f"it takes about {seconds:.0f} s; set {enough}")
+
     @property
     def _no_time(self) -> str:
         return f"no time left; set more than {self._step.remedies.time_budget.format(self.seconds)}"
 
-    def _lacks(self, memory_bytes: float, seconds: float) -> str:
-        """Return why there is no time or no memory for a part; an empty string: there is."""
-        if memory_bytes > (free := self._step.free_bytes()):
-            return f"it needs about {size(memory_bytes)}, {size(free)} are free"
-        left = self.left()
-        if left <= 0:
-            return self._no_time
-        if seconds > left:
-            enough = self._step.remedies.time_budget.format(self.seconds + seconds)
-            return f"it takes about {seconds:.0f} s; set {enough}"
-        return ""
-
 
 def _is_the_models(error: Exception) -> bool:
     """Return whether a model cannot be computed so: torch or the model's own code raises it, not this library's."""
-    if isinstance(error, FormatError | UsageError):
+    if isinstance(error, FormatError | UsageError | LeftOutError):
         return True
     if isinstance(error, RuntimeError):
         return line_of_exception(error) is not None or not is_raised_here(error)

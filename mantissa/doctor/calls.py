@@ -266,7 +266,7 @@ def as_called(replay: Replay, call: Call) -> Iterator[None]:
     autocast = torch.autocast(replay.step.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
     islands.entered = call.in_fp32_module
     try:
-        with replay.around(), replay.autocast(), autocast, without_dropout(recomputes=False):
+        with replay.around(), replay.built.autocast(), autocast, without_dropout(recomputes=False):
             yield
     finally:
         islands.entered = False

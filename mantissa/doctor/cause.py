@@ -21,8 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from mantissa.display import dtype_name
+from mantissa.doctor.outliers import Outlier, find_outlier, samples, without_outliers
 from mantissa.doctor.tape import UNWRITTEN, Node, Outside, Tape
-from mantissa.doctor.training import Sample, find_outlier, samples, without_outliers
 from mantissa.errors import described
 from mantissa.finding import BACKWARD, DOMAIN, EXCEPTION, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.formats import FP16, FP32
@@ -49,7 +49,7 @@ class Origin:
     format: str
     """Format of the finding."""
     node: Node
-    path: list[str]
+    path: tuple[str, ...]
     """What the fault passes through."""
     others: int = 0
     """Operators that are not finite independently of each other, of which this is the first; 0: it is the only one."""
@@ -89,7 +89,7 @@ class Origin:
         return self.kind == OVERFLOW and self.node.site.direction == FORWARD
 
     @cached_property
-    def outlier(self) -> Sample | None:
+    def outlier(self) -> Outlier | None:
         """Sample that is far larger than others, from which the overflow may come."""
         return find_outlier(self.replay.microbatches) if self.is_forward_overflow else None
 
@@ -117,7 +117,7 @@ class Origin:
         """
         inside = f"inside {self.opened}, opened (fused kernels keep the scores in fp32)"
         detail = "; ".join([*details, *[inside] * bool(self.opened)])
-        cures = [cure] if cure else []
+        cures = (cure,) if cure else ()
         return (site or self.node.site).finding(kind, self.format, detail=detail, path=self.path, cure=cures, **fields)
 
 
@@ -174,7 +174,7 @@ def _is_cured_by(replay: Replay, node: Node) -> bool:
         return not replay.run().nonfinite
 
 
-def _path(cause: Node, slice_: Sequence[Node], nonfinite: list[str]) -> list[str]:
+def _path(cause: Node, slice_: Sequence[Node], nonfinite: list[str]) -> tuple[str, ...]:
     """Return what the fault passes through: the modules, or operators outside of them, and at last an output."""
     if cause.site.direction == FORWARD and "loss" in nonfinite:
         slice_ = [node for node in slice_ if node.site.direction == FORWARD]
@@ -189,7 +189,7 @@ def _path(cause: Node, slice_: Sequence[Node], nonfinite: list[str]) -> list[str
         names = [*names[:2], "…", names[-1]]
     gradients = [name for name in nonfinite if name != "loss"]
     output = "loss" if "loss" in nonfinite else f"gradient of {gradients[0]}" if gradients else nonfinite[0]
-    return [*names, output]
+    return (*names, output)
 
 
 # --- what the operator does: the same one in fp64 ---
@@ -440,17 +440,19 @@ def _without_infinities(tensor: Tensor) -> Tensor:
 # --- what else has a cause: a wrong module of a finite step, and a step that raises ---
 
 
-def name_overflows(replay: Replay, errors: list[Finding]) -> list[Finding]:
+def name_overflows(replay: Replay, errors: Sequence[Finding]) -> tuple[Finding, ...]:
     """Return errors of modules, those that are overflows named so: their infinities harm nothing, 1/inf is 0.
 
     Args:
         replay: in the run's own format, in which the step is finite.
         errors: of the kind ``ERROR``.
     """
+    if not errors:
+        return ()
     tape = Tape()
     with Trace(replay.model, tape.visit, lines=True):
         replay.run()
-    return [_named(replay, error, tape) for error in errors]
+    return tuple(_named(replay, error, tape) for error in errors)
 
 
 def _named(replay: Replay, error: Finding, tape: Tape) -> Finding:

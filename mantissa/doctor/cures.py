@@ -1,58 +1,228 @@
-"""What cures a step: the fewest modules, or operators, that have to compute in fp32, and the memory that they take."""
+"""What cures a fault: another step, of which the check that found it no longer reports it, and which trains on.
+
+Where fp32 in some modules or operators may be a cure, the candidates are searched for here; a fault that shows nowhere
+is where the cure changes something.
+"""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mantissa.display import size
+from mantissa.doctor.budget import Budget
 from mantissa.doctor.cause import find_exception, find_origin
-from mantissa.doctor.dtypes import explicit_casts
+from mantissa.doctor.dtypes import NO_CAST, explicit_casts
 from mantissa.doctor.tape import UNWRITTEN
 from mantissa.errors import FormatError
-from mantissa.finding import FORWARD, OVERFLOW, UPDATE, Finding
-from mantissa.formats import FP16
+from mantissa.finding import BACKWARD, DOMAIN, EXCEPTION, FORWARD, OVERFLOW, UNDERFLOW, Again, Cure, Finding
+from mantissa.formats import FP16, Format
 from mantissa.step.ledger import MemoryLedger
-from mantissa.step.step import Batch, Remedies, Replay, Step, Widened
-from mantissa.step.trace import HALF, Line, Op, Trace, functional_name, user_line
+from mantissa.step.step import Batch, Remedies, Replay, Step
+from mantissa.step.trace import HALF, Line, Op, Trace, functional_name
 from mantissa.tensors import numbers_in, relative_error
 
-NO_CAST = "no cast to 16 bits in this line"
 _OTHERS = 3
-"""Following steps, on whose first microbatch a cure must hold, too."""
+"""Following steps, on whose first microbatch islands must be finite, too."""
 _TRAINED = 8
 """Following steps that a cure must train."""
 _HEADROOM = 2.0
 """Factor by which results in fp16 must stay below the largest number, where an overflow is cured."""
+_PART = "cures"
+"""Name of the part of an examination."""
 
 
-@dataclass
-class Islands:
+# --- whether a cure holds ---
+
+
+def trains(step: Step) -> bool:
+    """Return whether a step is finite, at a loss scale that its scaler would find, and trains on."""
+    try:
+        # This step.
+        replay = step.as_run()
+        if replay.run_with_backoff().nonfinite:
+            return False
+        # Those that follow.
+        return all(map(math.isfinite, replay.train(step.following(_TRAINED))))
+    except (FormatError, RuntimeError):  # a module that cannot compute in fp32 alone
+        return False
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Tries the cures of one finding."""
+
+    finding: Finding
+    others: frozenset[tuple[str, str]]
+    """Keys of what else the check reports of the step as it is."""
+    again: Again
+    """The check."""
+    budget: Budget
+
+    def is_gone(self, step: Step) -> bool:
+        """Return whether the check no longer reports the finding of a step, nor what it did not report before."""
+        if not self.budget.goes_on(_PART):
+            return False
+        try:
+            keys = {finding.key for finding in self.again(step).findings}
+        except (FormatError, RuntimeError):  # a module that cannot compute in fp32 alone
+            return False
+        return keys <= self.others
+
+    def first(self, cures: Iterable[Cure]) -> list[Cure]:
+        """Return the first cure that holds; empty: none does."""
+        return next(([cure] for cure in cures if self.is_gone(cure.step) and trains(cure.step)), [])
+
+    def place(self, cures: Iterable[Cure]) -> tuple[list[Cure], dict[str, Any]]:
+        """Return the first cure that holds, and where it says the finding is; else the first place without it."""
+        at: dict[str, Any] = {}
+        for cure in cures:
+            if self.is_gone(cure.step):
+                at = at or cure.at
+                if trains(cure.step):
+                    return [cure], cure.at
+        return [], at
+
+
+# --- candidates ---
+
+
+def scale_cures(step: Step, scale: float | None) -> tuple[Cure, ...]:
+    """Return another loss scale as a cure; none where there is none."""
+    return (Cure(step.remedies.scale(scale), step.at_scale(scale)),) if scale is not None else ()
+
+
+def format_cure(step: Step, format: Format) -> Cure:
+    """Return another format as a cure."""
+    return Cure(step.remedies.format(format), step.in_format(format))
+
+
+def module_cure(step: Step, modules: list[str], at: dict[str, Any] | None = None) -> Cure:
+    """Return modules in fp32 as a cure."""
+    other = step.in_fp32(modules)
+    return Cure(step.remedies.modules(other.fp32_modules), other, at or {})
+
+
+def operator_cure(step: Step, operators: list[str], at: dict[str, Any] | None = None) -> Cure:
+    """Return operators in fp32 as a cure."""
+    return Cure(step.remedies.operators(operators), step.in_fp32(operators=operators), at or {})
+
+
+def cast_cures(step: Step) -> Iterator[Cure]:
+    """Yield each line of the forward code that asks for 16 bits, with fp32 instead."""
+    for cast in explicit_casts(step.as_run()):
+        yield Cure(NO_CAST, step.without_casts(cast.line), {"module": cast.module, "line": cast.line})
+
+
+def operators_of(step: Step, finding: Finding) -> Iterator[Cure]:
+    """Yield the operator of a finding in fp32, and where that has no result what made its input, the last first."""
+    names = []
+    if finding.op and finding.kind != UNDERFLOW and not finding.op.endswith(("_", "to_copy")):
+        names.append(spelled(finding.op))
+    if finding.kind == DOMAIN:
+        names += [name for name, module in reversed(in_half(step)) if module == finding.module]
+    for name in names:
+        yield operator_cure(step, [name])
+
+
+def operators_of_line(step: Step, finding: Finding) -> Iterator[Cure]:
+    """Yield the functions of a finding's line in fp32: torch may call several operators for one, such as einsum."""
+    for name in re.findall(r"\w+(?=\()", finding.line):
+        if hasattr(torch, name):
+            yield operator_cure(step, [name])
+
+
+def search(step: Step, trial: Trial, scale: float | None, other: Format | None) -> list[Cure]:
+    """Return the cures that hold of a fault of 16 bits, the cheapest first.
+
+    Args:
+        step: with the fault.
+        trial: of the fault.
+        scale: the loss scale that is proposed; None: none fits.
+        other: another format that may cure it.
+    """
+    finding = trial.finding
+    # A loss scale costs nothing.
+    if finding.direction == BACKWARD and finding.kind == OVERFLOW and (held := trial.first(scale_cures(step, scale))):
+        return held
+    # Fp32 for the fewest modules, or for what a line casts.
+    casts = (cure for cure in cast_cures(step) if cure.at["module"] == finding.module)
+    held = trial.first(find_islands(step, trial)) or trial.first(casts)
+    # Fp32 for an operator.
+    held += trial.first(operators_of(step, finding))
+    held = held or trial.first(operators_of_line(step, finding))
+    # Another format with 16 bits.
+    return held + trial.first([format_cure(step, other)] if other else [])
+
+
+# --- islands: the fewest modules in fp32 ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class Islands(Cure):
     """Modules whose computation in fp32 cures the step; 1-minimal: without any one of them it is not cured."""
 
     modules: list[str]
     minimal: bool = True
     """Whether every module was tried to be left out."""
-    own: list[str] = field(default_factory=list)
+    own: list[str]
     """Modules of the run, which stay."""
     cost: str = ""
     """Memory that they add to a step; empty: it was not measured."""
 
-    @property
-    def fp32_modules(self) -> list[str]:
-        """All of them."""
-        return [*self.own, *self.modules]
 
-    def text(self, remedies: Remedies) -> str:
-        """Return what to set, and what it costs."""
-        about = ", ".join(filter(None, [self.cost, "" if self.minimal else "not minimal: out of time"]))
-        return remedies.modules(self.fp32_modules) + (f"  ({about})" if about else "")
+def islands_text(remedies: Remedies, modules: list[str], cost: str, minimal: bool) -> str:
+    """Return what to set, and what it costs."""
+    about = ", ".join(filter(None, [cost, "" if minimal else "not minimal: out of time"]))
+    return remedies.modules(modules) + (f"  ({about})" if about else "")
+
+
+def find_islands(step: Step, trial: Trial) -> Iterator[Islands]:
+    """Yield the islands that cure a finding; none where there are none.
+
+    They grow by diagnosis: the module of the finding, then those of what is found next, such as the same fault in
+    every layer; where a module in fp32 does not help, the one that contains it. Then each is tried to be left out.
+    """
+    finding, goes_on = trial.finding, partial(trial.budget.goes_on, "search for islands")
+    tried_on = [step.microbatches, *(batches[:1] for batches in step.following(1 + _OTHERS)[1:])]
+
+    def faults(modules: list[str]) -> list[str]:
+        """Return the modules of what is at fault with these islands (empty: in no module); none: nothing is."""
+        other = step.in_fp32(modules)
+        broken = _broken_module(other, modules, tried_on, finding.kind == OVERFLOW)
+        return [fault.module for fault in trial.again(other).findings] if broken is None else [broken]
+
+    # Grow.
+    modules: list[str] = []
+    next_ones = [finding.module]
+    while next_ones and all(next_ones) and goes_on():
+        for module in next_ones:
+            modules = [*(name for name in modules if not f"{name}.".startswith(f"{module}.")), module]
+        next_ones = [_outside_of(modules, module) for module in faults(modules)]
+    if next_ones:
+        return
+
+    # Leave out.
+    modules = _needed(modules, lambda rest: goes_on() and not faults(rest))
+    other, minimal = step.in_fp32(modules), goes_on()
+    cost = ""
+    if finding.kind != EXCEPTION:  # without them there is no step to compare with
+        cost = trial.budget.run("cost of the islands", partial(_cost, step, other)) or ""
+    text = islands_text(step.remedies, other.fp32_modules, cost, minimal)
+    yield Islands(text, other, modules=modules, minimal=minimal, own=step.fp32_modules, cost=cost)
+
+
+def _outside_of(modules: list[str], module: str) -> str:
+    """Return a module; where it is in one of those modules, the module that contains that one."""
+    around = next((name for name in modules if f"{module}.".startswith(f"{name}.")), None)
+    return module if around is None else around.rpartition(".")[0]
 
 
 def _needed(names: list[str], cured: Callable[[list[str]], bool]) -> list[str]:
@@ -64,55 +234,16 @@ def _needed(names: list[str], cured: Callable[[list[str]], bool]) -> list[str]:
     return names
 
 
-def find_islands(
-    step: Step, finding: Finding, faulty: Callable[[Step], list[str]], goes_on: Callable[[], bool]
-) -> Islands | None:
-    """Return the islands that cure a finding; None: none were found.
-
-    They grow by diagnosis: the module of the finding, then those of what is found next, such as the same fault in
-    every layer; where a module in fp32 does not help, the one that contains it. Then each is tried to be left out.
-
-    Args:
-        step: the step.
-        finding: in a module of it.
-        faulty: returns the modules of a finite step that have faults.
-        goes_on: returns whether there is time.
-    """
-    tried_on = [step.microbatches, *(batches[:1] for batches in step.following(1 + _OTHERS)[1:])]
-
-    def next_faults(modules: list[str]) -> list[str]:
-        return _next_faults(step.in_fp32(modules), modules, tried_on, faulty, finding.kind == OVERFLOW)
-
-    modules: list[str] = []
-    found = [finding.module]
-    while found and all(found) and goes_on():
-        for module in found:
-            modules = [*(name for name in modules if not f"{name}.".startswith(f"{module}.")), module]
-        found = [_outside_of(modules, module) for module in next_faults(modules)]
-    if found or not trains_with(step, step.in_fp32(modules).as_run):
-        return None
-    modules = _needed(modules, lambda rest: goes_on() and not next_faults(rest))
-    return Islands(modules, goes_on(), list(step.fp32_modules))
-
-
-def _outside_of(modules: list[str], module: str) -> str:
-    """Return a module; where it is in one of those modules, the module that contains that one."""
-    around = next((name for name in modules if f"{module}.".startswith(f"{name}.")), None)
-    return module if around is None else around.rpartition(".")[0]
-
-
-def _next_faults(
-    step: Step, modules: list[str], tried_on: list[list[Batch]], faulty: Callable[[Step], list[str]], headroom: bool
-) -> list[str]:
-    """Return the modules of what is at fault in a step with these islands (empty: in no module); none: nothing is.
+def _broken_module(step: Step, modules: list[str], tried_on: list[list[Batch]], headroom: bool) -> str | None:
+    """Return the module in which a step with these islands is not finite (empty: in no module); None: it is finite.
 
     ``headroom``: a fault is also a result in fp16 that is within a factor of the largest number, and may be beyond it
     in the next step.
     """
     try:
-        passes = step.as_run()
+        replay = step.as_run()
     except FormatError:  # a module that is never called, such as the output projection of torch's attention
-        return modules[-1:]
+        return modules[-1]
     nearest = ""
 
     def note(op: Op) -> None:
@@ -121,155 +252,97 @@ def _next_faults(
             nearest = op.place[0]
 
     for microbatches in tried_on:
-        passes.microbatches = microbatches
+        replay.microbatches = microbatches
         nearest = ""
         try:
-            with Trace(passes.model, note):
-                nonfinite = passes.run_with_backoff().nonfinite
+            with Trace(replay.model, note):
+                nonfinite = bool(replay.run_with_backoff().nonfinite)
         except RuntimeError:
-            nonfinite, found = ["raises"], find_exception(passes, "")
+            nonfinite, fault = True, find_exception(replay, step.format.name)
         else:
-            found = find_origin(passes, "") if nonfinite else None
+            fault = find_origin(replay, step.format.name) if nonfinite else None
         if nonfinite:
-            return [found.module if found is not None else ""]
+            return fault.module if fault is not None else ""
         if headroom and nearest and nearest not in modules:
-            return [nearest]
-    return faulty(step)
+            return nearest
+    return None
 
 
 def _is_near_largest(op: Op) -> bool:
     """Return whether a result in fp16 is too near to the largest number; a mask of that number is meant."""
     for tensor in numbers_in(op.result) if op.bare_name not in UNWRITTEN else ():
         if tensor.dtype == torch.float16 and tensor.numel():
-            size = tensor.detach().abs()
-            size = size[size < FP16.largest]
-            if size.numel() and size.max().item() > FP16.largest / _HEADROOM:
+            sizes = tensor.detach().abs()
+            sizes = sizes[sizes < FP16.largest]
+            if sizes.numel() and sizes.max().item() > FP16.largest / _HEADROOM:
                 return True
     return False
 
 
-def trains_with(step: Step, build: Callable[[], Replay]) -> bool:
-    """Return whether a step is finite in other passes, and trains on: what follows is finite, too."""
-    try:
-        passes = build()
-        if passes.run_with_backoff([passes.scale, *step.scales[1:]]).nonfinite:
-            return False
-        scale = passes.scale
-        passes = build()
-        passes.scale = scale
-        return all(map(math.isfinite, passes.train(step.following(_TRAINED))))
-    except (FormatError, RuntimeError):
-        return False
-
-
-def measure_cost(step: Step, islands: Islands) -> str:
-    """Return what islands cost: how much more memory a step takes with them at its peak."""
+def _cost(step: Step, other: Step) -> str:
+    """Return how much more memory another step takes at its peak."""
     peaks = []
-    for side in (step.as_run(), step.in_fp32(islands.modules).as_run()):
-        with MemoryLedger(side.model, side.optimizer) as ledger:
-            side.run()
+    for replay in (step.as_run(), other.as_run()):
+        with MemoryLedger(replay.model, replay.optimizer) as ledger:
+            replay.run()
         peaks.append(ledger.report().peak_bytes)
     more = peaks[1] - peaks[0]
     return f"{'-' if more < 0 else '+'}{size(abs(more))}"
 
 
-def locate(step: Step, finding: Finding, fixes: Callable[[Replay], bool], goes_on: Callable[[], bool]) -> None:
-    """Name the place in a finding, and what cures it: operators outside of all submodules, submodules, or operators.
+# --- where a fault is that shows in no module ---
 
-    Args:
-        step: the step.
-        finding: whose place is not known.
-        fixes: returns whether another replay of the step does not have the fault.
-        goes_on: returns whether there is time.
+
+def places(step: Step, trial: Trial) -> Iterator[Cure]:
+    """Yield what may cure a fault that shows nowhere, with the place.
+
+    Such are operators outside of all submodules, casts of a line, submodules, or operators, in this order.
     """
-
-    def with_modules(names: list[str]) -> Replay:
-        return step.in_fp32(names).as_run()
-
-    def with_operators(names: list[str]) -> Replay:
-        return step.in_fp32(operators=names).as_run()
-
-    def fixed(build: Callable[[list[str]], Replay], names: list[str]) -> bool:
-        try:
-            return goes_on() and fixes(build(names))
-        except (FormatError, RuntimeError):  # a module that cannot compute in fp32 alone
-            return False
-
-    def add_cure(text: str, build: Callable[[list[str]], Replay], names: list[str]) -> None:
-        if trains_with(step, lambda: build(names)):
-            finding.cure.append(text)
-
     operators = in_half(step)
     inside = {name for name, module in operators if module}
-    outside = {name: line for (name, _), line in operators.items() if name not in inside}
-    if outside and fixed(with_operators, list(outside)):
-        alone = (name for name in outside if len(outside) > 1 and fixed(with_operators, [name]))
-        names = [name] if (name := next(alone, "")) else list(outside)
-        finding.line = str(outside[names[0]] or "")
-        add_cure(step.remedies.operators(names), with_operators, names)
-        return
-    for cast in explicit_casts(step.as_run()):
-        if fixed(lambda lines: step.without_casts(lines[0]).as_run(), [cast.line]):
-            finding.module, finding.line = cast.module, cast.line
-            add_cure(NO_CAST, lambda lines: step.without_casts(lines[0]).as_run(), [cast.line])
-            return
-    passes = step.as_run()
-    order: list[str] = []
-    passes.forward(Trace(passes.model, returned=lambda name, *_: order.append(name)))
-    names = _innermost(passes.model, functools.partial(fixed, with_modules), order)
+    outside = {name: str(line or "") for (name, _), line in operators.items() if name not in inside}
+    together = operator_cure(step, list(outside), {"line": next(iter(outside.values()), "")})
+    if outside and trial.is_gone(together.step):
+        for name, line in outside.items() if len(outside) > 1 else ():
+            yield operator_cure(step, [name], {"line": line})
+        yield together
+
+    yield from cast_cures(step)
+
+    names = _innermost(step, trial)
     if names:
-        finding.module = ", ".join(names)
-        finding.line = str(line_of_error(step, names[-1]) or "")
-        add_cure(step.remedies.modules(names), with_modules, names)
-        return
-    name = next((name for name in dict.fromkeys(name for name, _ in operators) if fixed(with_operators, [name])), "")
-    if name:
-        add_cure(step.remedies.operators([name]), with_operators, [name])
-    finding.line = str(line_of_error(step, "") or "")
+        line = str(line_of_error(step, names[-1]) or "")
+        yield module_cure(step, names, {"module": ", ".join(names), "line": line})
+
+    for name in dict.fromkeys(name for name, _ in operators):
+        yield operator_cure(step, [name], {"line": str(line_of_error(step, "") or "")})
 
 
-def in_update(step: Step, finding: Finding, fixes: Callable[[Replay], bool]) -> bool:
-    """Name the line of the optimizer's step that casts to 16 bits, if the fault is gone without; return whether so."""
-    passes = step.as_run()
-    line: Line | None = None
+def _innermost(step: Step, trial: Trial) -> list[str]:
+    """Return the fewest and innermost submodules that cure a step together; empty: all of them do not.
 
-    def run(op: Op) -> Any:
-        nonlocal line
-        if line is None and op.asks_for_half:
-            line = user_line()
-        with Widened(torch.float32):
-            return op.run()
-
-    passes.updates = Trace(None, run=run)
-    if not fixes(passes) or line is None:
-        return False
-    finding.direction, finding.tensor, finding.line = UPDATE, "the optimizer's step", str(line)
-    finding.cure = [NO_CAST]
-    return True
-
-
-def _innermost(model: nn.Module, cured: Callable[[list[str]], bool], order: list[str]) -> list[str]:
-    """Return the fewest and innermost submodules that cure it together; empty: all of them do not.
-
-    Of several that each cure it alone, that is the one that returns last, as ``order`` says: the others hand on fp32
-    numbers, in which it then computes.
+    Of several that each cure it alone, that is the one that returns last: the others hand on fp32 numbers, in which it
+    then computes.
     """
-    found: list[str] = []
+    replay = step.as_run()
+    order: list[str] = []
+    replay.forward(Trace(replay.model, returned=lambda name, *_: order.append(name)))
+    innermost: list[str] = []
     left = [""]
 
     def suffice(names: list[str]) -> bool:
-        return cured([*left, *found, *names])
+        return trial.is_gone(step.in_fp32([*left, *innermost, *names]))
 
     while left:
         name = left.pop()
-        inner = [f"{name}.{child}".lstrip(".") for child, _ in model.get_submodule(name).named_children()]
-        inner.sort(key=functools.partial(_returned_last, order))
+        inner = [f"{name}.{child}".lstrip(".") for child, _ in replay.model.get_submodule(name).named_children()]
+        inner.sort(key=partial(_returned_last, order))
         if not inner or not suffice(inner):
-            found.append(name)
+            innermost.append(name)
             continue
         alone = next((child for child in reversed(inner) if len(inner) > 1 and suffice([child])), "")
         left += [alone] if alone else _needed(inner, suffice)
-    return [name for name in found if name]
+    return [name for name in innermost if name]
 
 
 def _returned_last(order: list[str], module: str) -> int:
@@ -279,34 +352,21 @@ def _returned_last(order: list[str], module: str) -> int:
 
 def in_half(step: Step) -> dict[tuple[str, str], Line | None]:
     """Return the first line of each operator that computes in 16 bits in the forward pass, by its name and module."""
-    passes = step.as_run()
-    found: dict[tuple[str, str], Line | None] = {}
+    replay = step.as_run()
+    lines: dict[tuple[str, str], Line | None] = {}
 
     def note(op: Op) -> None:
-        if op.computes and any(each.dtype in HALF for each in numbers_in(op.result)):
-            found.setdefault((spelled(op.name), op.place[0]), op.line)
+        if op.computes and any(tensor.dtype in HALF for tensor in numbers_in(op.result)):
+            lines.setdefault((spelled(op.name), op.place[0]), op.line)
 
-    passes.forward(Trace(passes.model, note))
-    return found
+    replay.forward(Trace(replay.model, note))
+    return lines
 
 
 def spelled(operator: str) -> str:
     """Return the name of an operator among ``fp32_ops``."""
     name = functional_name(operator)
     return {"mm": "matmul", "bmm": "matmul", "addmm": "linear"}.get(name, name)
-
-
-def _results(passes: Replay, module: str) -> list[tuple[str, Line | None, Tensor]]:
-    """Return what the operators of a module compute in the forward pass, but for views and casts."""
-    found: list[tuple[str, Line | None, Tensor]] = []
-
-    def note(op: Op) -> None:
-        inside = not module or f"{op.place[0]}.".startswith(f"{module}.")
-        if inside and op.computes:
-            found.extend((op.name, op.line, tensor.detach().clone()) for tensor in numbers_in(op.result)[:1])
-
-    passes.forward(Trace(passes.model, note))
-    return found
 
 
 def line_of_error(step: Step, module: str) -> Line | None:
@@ -316,8 +376,7 @@ def line_of_error(step: Step, module: str) -> Line | None:
         step: the step.
         module: its name; an empty string: the whole model.
     """
-    exact = step.exact()
-    sides = [_results(passes, module) for passes in (step.as_run(), exact)]
+    sides = [_results(replay, module) for replay in (step.as_run(), step.exact())]
     worst, jump, before = None, 0.0, step.format.number.unit_roundoff
     for (name, line, low), (other, _, exact) in zip(*sides, strict=False):
         if name != other or low.shape != exact.shape:
@@ -327,3 +386,16 @@ def line_of_error(step: Step, module: str) -> Line | None:
             worst, jump = line, error / before
         before = max(before, 0.0 if math.isnan(error) else error)
     return worst
+
+
+def _results(replay: Replay, module: str) -> list[tuple[str, Line | None, Tensor]]:
+    """Return what the operators of a module compute in the forward pass, but for views and casts."""
+    results: list[tuple[str, Line | None, Tensor]] = []
+
+    def note(op: Op) -> None:
+        inside = not module or f"{op.place[0]}.".startswith(f"{module}.")
+        if inside and op.computes:
+            results.extend((op.name, op.line, tensor.detach().clone()) for tensor in numbers_in(op.result)[:1])
+
+    replay.forward(Trace(replay.model, note))
+    return results

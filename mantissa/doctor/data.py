@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from mantissa.display import dtype_name, listed
-from mantissa.finding import INPUT, Finding
+from mantissa.doctor.budget import Budget
+from mantissa.doctor.cures import module_cure
+from mantissa.finding import INPUT, Examined, Finding
 from mantissa.step.step import Step, batch_key
 from mantissa.step.trace import Op, Trace
 
@@ -14,6 +18,18 @@ _SIGNAL = 0.1
 """Share of the variation of an input over the samples that a format may round away."""
 _ROWS = 8
 """Samples from which on each column of a table can be judged alone."""
+_LOST_DATA = 0.5
+"""Rounding away this share of what varies in the data is a fault, whatever the gradients say."""
+
+
+def data(step: Step, budget: Budget) -> Examined:
+    """Find data that the format cannot tell apart, and the module that should have it in fp32."""
+    finding = rounded_data(step, _LOST_DATA)
+    if finding is None:  # a column alone may be noise
+        columns = rounded_data(step, _LOST_DATA, columns=True)
+        return Examined(notes=(columns.detail,) if columns else ())
+    cures = (module_cure(step, [finding.module]),) if finding.module else ()
+    return Examined(findings=(replace(finding, cures=cures),))
 
 
 def rounded_data(step: Step, share: float = _SIGNAL, columns: bool = False) -> Finding | None:

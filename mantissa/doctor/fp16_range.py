@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mantissa.doctor.budget import Budget
+from mantissa.doctor.cures import scale_cures
 from mantissa.doctor.limits import NOISE
 from mantissa.finding import BACKWARD, SCALE, UNDERFLOW, Examined, Finding
 from mantissa.formats import FP16
@@ -62,13 +64,13 @@ class Exponents:
         dense = gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
         size = dense.abs().flatten()
         size = size[size.isfinite()]
-        found = size[size != 0]
-        self.zeros += size.numel() - found.numel()
-        if found.numel():
-            bins = (torch.frexp(found)[1] - 1).clamp_(LOWEST, HIGHEST).sub_(LOWEST).long()
-            self.amax = max(self.amax, found.max().item())
+        there = size[size != 0]
+        self.zeros += size.numel() - there.numel()
+        if there.numel():
+            bins = (torch.frexp(there)[1] - 1).clamp_(LOWEST, HIGHEST).sub_(LOWEST).long()
+            self.amax = max(self.amax, there.max().item())
             self.counts += torch.bincount(bins, minlength=_BINS).cpu()
-            self.squares += torch.bincount(bins, found.double().square(), _BINS).cpu()
+            self.squares += torch.bincount(bins, there.double().square(), _BINS).cpu()
 
     def lost(self, scale: float) -> float:
         """Return the share of the norm of the elements that become 0 in fp16 at a scale, below half of its least."""
@@ -84,7 +86,7 @@ class Exponents:
         return exponent
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Range(Examined):
     """What scales hold the gradients of a step, whose rows are ``Exponents``."""
 
@@ -115,7 +117,7 @@ class Range(Examined):
         return f"scale: none holds all gradients; {above}, below 2^{self.lowest} the smallest are lost"
 
 
-def fp16_range(step: Step) -> Range:
+def fp16_range(step: Step, budget: Budget) -> Range:
     """Return the range of a step's gradients: those of layers, which are submodules with parameters of their own.
 
     A weight gradient that changes by half or more where weights change by one rounding is noise, and is not judged.
@@ -123,44 +125,52 @@ def fp16_range(step: Step) -> Range:
     reference = step.reference()
     few = step.first_samples()
     if not step.format.needs_loss_scale:
-        return Range(rows=_exponents(reference, few))
+        return Range(rows=tuple(_exponents(reference, few)))
     layers = _exponents(reference, step.microbatches)
     half = _in_fp16(step.as_run())
     for layer in layers:
         layer.half = layer.name in half
-    result = Range(rows=layers)
-    # Smaller gradients, such as those of an attention that is saturated, are 0 for any optimizer.
+
+    # The largest gradient bounds the scale. Smaller ones than the least exponent, such as those of an attention that is
+    # saturated, are 0 for any optimizer.
     held = [layer for layer in layers if layer.half and layer.amax > 2.0**LOWEST]
     if not held:
-        return result
+        return Range(rows=tuple(layers))
     largest = max(held, key=lambda layer: layer.amax)
-    result.highest = math.floor(math.log2(FP16.largest / largest.amax)) - 1
-    scale = min(step.scale, 2.0**result.highest) if step.least_scale else step.scale
-    noise = _noise(reference, few)
+    highest = math.floor(math.log2(FP16.largest / largest.amax)) - 1
+
+    # A layer is judged if it moves, and its gradient is more than noise.
     sizes = {layer.module: 0.0 for layer in layers}
     for layer in layers:
         sizes[layer.module] = max(sizes[layer.module], layer.amax if layer.tensor != "output" else 0.0)
     least = _OF_EPS * step.eps or _OF_LARGEST * max(sizes.values())
+    noise = _noise(reference, few)
     judged = [layer for layer in held if layer.name not in noise and sizes[layer.module] >= least]
-    result.lowest = max((layer.least_scale() for layer in judged), default=0)
+    limits = Range(
+        rows=tuple(layers), highest=highest, lowest=max((layer.least_scale() for layer in judged), default=0)
+    )
+
+    # What the step's scale loses, or the largest that its scaler would find: of each module the worst tensor.
+    scale = min(step.scale, 2.0**highest) if step.least_scale else step.scale
     worst: dict[str, Exponents] = {}
     for layer in judged:
         if layer.lost(scale) > JUDGED:
-            worst[layer.module] = max(worst.get(layer.module, layer), layer, key=lambda each: each.lost(scale))
-    result.findings = [_finding(layer, largest, scale, result.highest, step) for layer in worst.values()]
-    return result
+            worst[layer.module] = max(worst.get(layer.module, layer), layer, key=lambda other: other.lost(scale))
+    return replace(limits, findings=tuple(_finding(layer, largest, scale, limits, step) for layer in worst.values()))
 
 
-def _finding(layer: Exponents, largest: Exponents, scale: float, highest: int, step: Step) -> Finding:
+def _finding(layer: Exponents, largest: Exponents, scale: float, limits: Range, step: Step) -> Finding:
     what = "output gradient" if layer.tensor == "output" else f"{layer.tensor} gradient"
     lost = f"{layer.lost(scale):.0%} of its norm becomes 0"
     detail = f"{what} of at most {layer.amax:.2g}: at a scale of {scale:g}, {lost}"
-    needed = layer.least_scale(JUDGED)
+    needed, highest = layer.least_scale(JUDGED), limits.highest
+    assert highest is not None
     if needed > highest:
         place = f"{largest.module} ({largest.tensor}, up to {largest.amax:.2g})"
         detail += f"; it needs 2^{needed}, and above 2^{highest} the gradient of {place} overflows"
         return Finding(SCALE, BACKWARD, layer.module, step.format.name, dtype="float16", detail=detail)
-    return Finding(UNDERFLOW, BACKWARD, layer.module, step.format.name, dtype="float16", detail=detail)
+    cures = scale_cures(step, limits.proposed)
+    return Finding(UNDERFLOW, BACKWARD, layer.module, step.format.name, dtype="float16", detail=detail, cures=cures)
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -174,12 +184,12 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def _exponents(reference: Replay, microbatches: list[Batch]) -> list[Exponents]:
     """Take the step, or a part of it, in the reference, and count its gradients as the run divides the loss."""
-    found: dict[tuple[str, str], Exponents] = {}
+    layers: dict[tuple[str, str], Exponents] = {}
     reference.microbatches = microbatches
     share = reference.step.share(microbatches)
 
     def of(module: str, tensor: str) -> Exponents:
-        return found.setdefault((module, tensor), Exponents(module, tensor))
+        return layers.setdefault((module, tensor), Exponents(module, tensor))
 
     def count(module: str, tensor: str, gradient: Tensor) -> None:
         of(module, tensor).add(gradient * share)
@@ -200,18 +210,18 @@ def _exponents(reference: Replay, microbatches: list[Batch]) -> list[Exponents]:
         gradients = reference.run().gradients
     for name, gradient in gradients.items() if len(microbatches) > 1 else ():
         owner, _, part = name.rpartition(".")
-        if layer := found.get((owner, part)):  # the sum over microbatches may be larger than each
+        if layer := layers.get((owner, part)):  # the sum over microbatches may be larger than each
             layer.amax = max(layer.amax, gradient.abs().max().item() * share)
-    return list(found.values())
+    return list(layers.values())
 
 
 def _in_fp16(low: Replay) -> set[str]:
     """Return the names of the gradients that the run has in fp16, from a forward pass of a few samples."""
     weights = dict(low.model.named_parameters(remove_duplicate=False))
-    recorder = DtypeRecorder(low.model, {each.data_ptr(): name for name, each in weights.items()})
+    recorder = DtypeRecorder(low.model, {weight.data_ptr(): name for name, weight in weights.items()})
     low.forward(recorder)
     cast = {weight for (weight, _), dtype in recorder.casts.items() if dtype == "float16"}
-    half = {name for name, each in weights.items() if each.dtype == torch.float16 or name in cast}
+    half = {name for name, weight in weights.items() if weight.dtype == torch.float16 or name in cast}
     outputs = [module for module, dtypes in recorder.outputs.items() if dtypes[torch.float16]]
     return half | {Exponents(module, "output").name for module in outputs}
 

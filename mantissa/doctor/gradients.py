@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mantissa.display import listed
-from mantissa.doctor.cures import trains_with
-from mantissa.doctor.dtypes import explicit_casts
-from mantissa.finding import BACKWARD, BLOCKED, ERROR, FORWARD, SCALE, UNDERFLOW, Examined, Finding
+from mantissa.doctor.budget import Budget
+from mantissa.doctor.dtypes import NO_CAST, explicit_casts
+from mantissa.finding import BACKWARD, BLOCKED, ERROR, FORWARD, SCALE, UNDERFLOW, Cure, Examined, Finding
 from mantissa.formats import FP32, plain
 from mantissa.step.step import Replay, ReplayResult, Step
 from mantissa.step.trace import Line, Op, Trace, is_checkpointed
@@ -26,43 +26,49 @@ _FOLLOWING = 3
 """Steps after this one in which gradients may be 0, too."""
 
 
-def gradients(step: Step) -> Examined:
+def gradients(step: Step, budget: Budget) -> Examined:
     """Return what is wrong with the gradients of a step in fp32 on their way to the optimizer."""
     reference = step.reference()
     exact = reference.run()
-    once = exact.gradients = {name: each.clone() for name, each in exact.gradients.items()}
-    weights = {name: each for name, each in reference.model.named_parameters() if each.requires_grad}
-    zero = [name for name, each in once.items() if not each.is_sparse and not each.any()]
+    once = exact.gradients = {name: gradient.clone() for name, gradient in exact.gradients.items()}
+    weights = {name: weight for name, weight in reference.model.named_parameters() if weight.requires_grad}
+    zero = [name for name, gradient in once.items() if not gradient.is_sparse and not gradient.any()]
     absent = [name for name in weights if name not in once]
+
+    # Weights that no gradient reaches, and why.
     optimized = {name: weights[name] for name in absent if name in step.optimized}
-    result = Examined(findings=_unreached(reference, {name: weights[name] for name in zero}, optimized))
-    if once and len(zero) == len(once) and not result.findings and _zero_later(reference, step):
+    findings = _unreached(reference, {name: weights[name] for name in zero}, optimized)
+    if once and len(zero) == len(once) and not findings and _zero_later(reference, step):
         detail = f"every gradient ({listed(zero)}) is 0 in fp32, in this step and in those after it: nothing trains"
-        result.findings.append(Finding(BLOCKED, BACKWARD, zero[0].rpartition(".")[0], "fp32", detail=detail))
-    for what, names in (("no gradient", absent), ("a gradient of 0", zero)):
-        if names:
-            result.notes.append(f"gradients: of {len(weights)}, {listed(names)} with {what} in this step")
+        findings.append(Finding(BLOCKED, BACKWARD, zero[0].rpartition(".")[0], FP32.name, detail=detail))
+    notes = [
+        f"gradients: of {len(weights)}, {listed(names)} with {what} in this step"
+        for what, names in (("no gradient", absent), ("a gradient of 0", zero))
+        if names
+    ]
     if step.optimized and (left := [name for name in once if name not in step.optimized]):
-        result.notes.append(f"in no group of the optimizer, but with a gradient: {listed(left)}")
+        notes.append(f"in no group of the optimizer, but with a gradient: {listed(left)}")
+
+    # Gradients that something changes on their way.
     if step.format.needs_loss_scale and step.scale > 1:
-        result.findings += _changed_by_scale(reference, once, step)
-    result.findings += _cast(step, exact)
-    return result
+        findings += _changed_by_scale(reference, once, step)
+    findings += _cast(step, exact)
+    return Examined(findings=tuple(findings), notes=tuple(notes))
 
 
 def _zero_later(reference: Replay, step: Step) -> bool:
     """Return whether every gradient is 0 in the steps that follow, too, from the weights of this one."""
     following = step.following(1 + _FOLLOWING)[1:]
-    return not any(each.any() for batches in following for each in reference.run(batches).gradients.values())
+    return not any(gradient.any() for batches in following for gradient in reference.run(batches).gradients.values())
 
 
-def _unreached(passes: Replay, zero: Mapping[str, Tensor], absent: Mapping[str, Tensor]) -> list[Finding]:
+def _unreached(replay: Replay, zero: Mapping[str, Tensor], absent: Mapping[str, Tensor]) -> list[Finding]:
     """Return why weights on which the loss depends get a gradient of 0, or none, from one forward pass.
 
     Where the code itself says ``torch.no_grad``, it is meant: a generator, while its critic is trained.
 
     Args:
-        passes: in fp32.
+        replay: in fp32.
         zero: weights with a gradient of 0: an operation without a derivative may be between them and the loss.
         absent: weights without one, which the optimizer has: they may be read outside of autograd.
     """
@@ -79,17 +85,19 @@ def _unreached(passes: Replay, zero: Mapping[str, Tensor], absent: Mapping[str, 
             if storage(tensor) in names and (detached or (not torch.is_grad_enabled() and is_checkpointed())):
                 reads.setdefault(names[storage(tensor)], str(op.line or ""))
 
-    trace = Trace(passes.model, note_reads, lines=True)
-    found = _without_derivative(passes.forward(trace), trace, zero)
-    if reads and not found:
+    trace = Trace(replay.model, note_reads, lines=True)
+    findings = _without_derivative(replay.forward(trace), trace, zero)
+    if reads and not findings:
         detail = (
             f"{listed(list(reads))}: the forward pass computes with it outside of autograd (.data, .detach(), or a "
             "reentrant checkpoint of inputs that need no gradient), and the optimizer has it"
         )
         name, line = next(iter(reads.items()))
         module = name.rpartition(".")[0]
-        found.append(Finding(BLOCKED, FORWARD, module, "fp32", detail=detail, tensor="" if module else name, line=line))
-    return found
+        findings.append(
+            Finding(BLOCKED, FORWARD, module, FP32.name, detail=detail, tensor="" if module else name, line=line)
+        )
+    return findings
 
 
 def _without_derivative(loss: Tensor, trace: Trace, zero: Mapping[str, Tensor]) -> list[Finding]:
@@ -114,52 +122,54 @@ def _without_derivative(loss: Tensor, trace: Trace, zero: Mapping[str, Tensor]) 
         names = [name for name in places if places[name] == place]
         op = operation.partition("Backward")[0].lower()
         detail = f"its derivative is 0, so {listed(names)} get no gradient"
-        findings.append(Finding(BLOCKED, BACKWARD, module, "fp32", op, detail=detail, line=str(line or "")))
+        findings.append(Finding(BLOCKED, BACKWARD, module, FP32.name, op, detail=detail, line=str(line or "")))
     return findings
 
 
 def _cast(step: Step, exact: ReplayResult) -> list[Finding]:
     """Return a finding where the backward pass casts to 16 bits in fp32 too, and the gradients are wrong by it."""
-    passes = step.replay(plain(FP32))
-    passes.scale = step.scale
+    replay = step.replay(plain(FP32))
+    replay.scale = step.scale
     try:
-        attempt = passes.run()
+        result = replay.run()
     except RuntimeError:  # a model with hard-coded dtypes
         return []
-    found = {name: each / step.scale for name, each in attempt.gradients.items()}
-    known = {name: each for name, each in exact.gradients.items() if not each.is_sparse and each.any()}
-    wrong = [name for name, each in known.items() if relative_error(found[name], each) > _PROPORTIONAL]
+    gradients = {name: gradient / step.scale for name, gradient in result.gradients.items()}
+    known = {name: gradient for name, gradient in exact.gradients.items() if not gradient.is_sparse and gradient.any()}
+    wrong = [name for name, gradient in known.items() if relative_error(gradients[name], gradient) > _PROPORTIONAL]
     # A cast in the forward pass changes the loss, too, and is found there.
-    casts = explicit_casts(passes, backward=True) if wrong and torch.equal(attempt.loss, exact.loss) else []
+    casts = explicit_casts(replay, backward=True) if wrong and torch.equal(result.loss, exact.loss) else []
     if not casts:
         return []
-    cast = casts[0]
-    zero = sum(int(((found[name] == 0) & (known[name] != 0)).sum()) for name in wrong)
-    share = zero / sum(each.numel() for each in known.values())
-    detail = f"gradients are cast to {cast.dtype}: those of {listed(wrong)} are wrong, {share:.0%} of all become 0"
-    cure = ["no cast to 16 bits in this line"] if trains_with(step, step.reference) else []
-    kind = UNDERFLOW if share else ERROR
-    return [cast.finding(kind, "fp32", direction=BACKWARD, detail=detail, cure=cure)]
+    zero = sum(int(((gradients[name] == 0) & (known[name] != 0)).sum()) for name in wrong)
+    share = zero / sum(gradient.numel() for gradient in known.values())
+    detail = f"gradients are cast to {casts[0].dtype}: those of {listed(wrong)} are wrong, {share:.0%} of all become 0"
+    other = step
+    for cast in casts:
+        other = other.without_casts(cast.line)
+    kind, cures = UNDERFLOW if share else ERROR, (Cure(NO_CAST, other),)
+    return [casts[0].finding(kind, FP32.name, direction=BACKWARD, detail=detail, cures=cures)]
 
 
-def _disproportionate(passes: Replay, names: list[str]) -> list[str]:
+def _disproportionate(replay: Replay, names: list[str]) -> list[str]:
     """Return the parameters whose gradients are not multiplied by what the loss is multiplied by."""
-    once = {name: each.clone() for name, each in passes.run().gradients.items()}
-    passes.scale = _SCALE
-    scaled = passes.run().gradients
-    passes.scale = 1.0
+    once = {name: gradient.clone() for name, gradient in replay.run().gradients.items()}
+    replay.scale = _SCALE
+    scaled = replay.run().gradients
+    replay.scale = 1.0
     return [name for name in names if relative_error(scaled[name] / _SCALE, once[name]) > _PROPORTIONAL]
 
 
 def _changed_by_scale(reference: Replay, once: dict[str, Tensor], step: Step) -> Iterable[Finding]:
     """Yield a finding where something changes gradients that still have the loss scale."""
-    wrong = _disproportionate(reference, [name for name, each in once.items() if not each.is_sparse and each.any()])
+    judged = [name for name, gradient in once.items() if not gradient.is_sparse and gradient.any()]
+    wrong = _disproportionate(reference, judged)
     if not wrong:
         return
     weights = dict(reference.model.named_parameters())
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    dicts = [each for name in wrong for kind in kinds if (each := getattr(weights[name], kind))]
-    hooks = [hook for each in dicts for hook in each.values()]
+    dicts = [hooks for name in wrong for kind in kinds if (hooks := getattr(weights[name], kind))]
+    hooks = [hook for of in dicts for hook in of.values()]
     line = ""
     if hooks and inspect.isfunction(hooks[0]):
         code = hooks[0].__code__
@@ -168,8 +178,9 @@ def _changed_by_scale(reference: Replay, once: dict[str, Tensor], step: Step) ->
         f"{listed(wrong)}: the gradients of the loss times {_SCALE:g} are not "
         f"{_SCALE:g} times those of the loss: a hook or a function limits gradients that still have the loss scale"
     )
-    for each in dicts:
-        each.clear()
-    hooked = _disproportionate(reference, wrong)  # now without hooks
-    cure = [] if hooked else ["clip after scaler.unscale_(optimizer): without the hooks gradients are proportional"]
-    yield Finding(SCALE, BACKWARD, "", step.format.name, detail=detail, cure=cure, line=line)
+    # The same without the hooks.
+    for of in dicts:
+        of.clear()
+    cure = ("clip after scaler.unscale_(optimizer): without the hooks gradients are proportional",)
+    hooked = _disproportionate(reference, wrong)
+    yield Finding(SCALE, BACKWARD, "", step.format.name, detail=detail, cure=() if hooked else cure, line=line)

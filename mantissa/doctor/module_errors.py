@@ -18,14 +18,17 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mantissa.display import listed
+from mantissa.doctor.budget import Budget, LeftOutError
 from mantissa.doctor.calls import Call, Evaluated, as_called, evaluate, record
-from mantissa.doctor.data import rounded_away
+from mantissa.doctor.cause import name_overflows
+from mantissa.doctor.cures import line_of_error
 from mantissa.doctor.limits import HARM, NOISE
 from mantissa.doctor.random import without_dropout
 from mantissa.errors import FormatError
@@ -112,6 +115,27 @@ class LocalError:
         return Finding(self.kind, self.direction, self.module, format, detail=detail)
 
 
+def module_errors(step: Step, budget: Budget) -> Examined:
+    """Find modules whose error harms the gradients of the step, and their lines."""
+    budget.expect(steps_in_memory=2)
+    examined = harmful_errors(step)
+    if not examined.rows:
+        raise LeftOutError("; ".join(examined.notes) or "no module computes")
+    findings = tuple(
+        replace(finding, line=finding.line or str(line_of_error(step, finding.module) or ""))
+        for finding in name_overflows(step.as_run(), examined.findings)
+    )
+    # A cure has to remove these errors, whatever harm is left.
+    harmless = {row.module for row in examined.rows if row.ratio > 1} - {finding.module for finding in findings}
+    return replace(examined, findings=findings, again=partial(_errors_beside, frozenset(harmless)))
+
+
+def _errors_beside(harmless: frozenset[str], step: Step) -> Examined:
+    """Return the errors of modules but for some."""
+    errors = [error for error in local_errors(step).findings if error.module not in harmless]
+    return Examined(findings=name_overflows(step.as_run(), errors))
+
+
 def local_errors(step: Step) -> Examined:
     """Return the local errors of a step in its run's format, a ``LocalError`` each."""
     low, reference, calls = record(step)
@@ -139,7 +163,8 @@ def local_errors(step: Step) -> Examined:
     for why, modules in left_out.items():
         which = f"{listed(sorted(modules), 'module')} are" if len(modules) > 1 else f"{min(modules)} is"
         notes.append(f"errors of modules: {which} left out: {why}")
-    return Examined(findings=[row.finding(step.format.name) for row in faults], notes=notes, rows=rows)
+    findings = tuple(row.finding(step.format.name) for row in faults)
+    return Examined(findings=findings, notes=tuple(notes), rows=tuple(rows))
 
 
 def harmful_errors(step: Step) -> Examined:
@@ -166,13 +191,13 @@ def harmful_errors(step: Step) -> Examined:
         is_large = any((finding.module, finding.direction) in large for finding in findings)
         if is_large or _fixes(step, [finding.module for finding in findings], wrong, exact):
             harmful += findings
-    harmless = [
+    harmless = tuple(
         f"{finding.kind} in {finding.place} ({finding.detail}): the gradients of the step are right in spite of it"
         for finding in local.findings
         if finding not in harmful
-    ]
-    harmful = [finding for finding in local.findings if finding in harmful]
-    return Examined(findings=harmful, notes=[*local.notes, *harmless], rows=local.rows)
+    )
+    told = tuple(finding for finding in local.findings if finding in harmful)
+    return replace(local, findings=told, notes=local.notes + harmless)
 
 
 def _fixes(step: Step, modules: list[str], wrong: dict[str, float], exact: Gradients) -> bool:
@@ -182,52 +207,6 @@ def _fixes(step: Step, modules: list[str], wrong: dict[str, float], exact: Gradi
         with suppress(FormatError, RuntimeError), without_dropout():
             fixed = _errors(step.in_fp32(modules).as_run().true_gradients(), exact)
     return any(fixed.get(name, 0.0) < e / 2 for name, e in wrong.items())
-
-
-@dataclass(frozen=True)
-class WrongGradients:
-    """The gradients, and the loss, that a format has wrong beyond what its rounding of weights and inputs does."""
-
-    exact: Gradients
-    wrong: dict[str, float]
-    """Relative errors by parameter; an empty name: the loss."""
-    finding: Finding | None
-    """Fault of the worst; None: none is wrong."""
-
-    def fixed_by(self, replay: Replay) -> bool:
-        """Return whether another replay has them right, or half as wrong."""
-        with without_dropout():
-            other = _errors(replay.true_gradients(), self.exact)
-        return bool(self.wrong) and all(other.get(name, math.inf) < error / 2 for name, error in self.wrong.items())
-
-
-def wrong_gradients(step: Step) -> WrongGradients:
-    """Compare the gradients of the whole step with the reference's: also what no module computes, such as the loss."""
-    unit = step.format.number.unit_roundoff
-    with without_dropout():
-        reference = step.exact()
-        exact = reference.true_gradients()
-        least = dict.fromkeys(exact, 0.0)  # errors that rounding explains
-        for seed in range(_PERTURBATIONS):
-            (reference.microbatches,) = reference.perturb(unit, seed, [step.microbatches])
-            for name, error in _errors(reference.true_gradients(), exact).items():
-                least[name] = max(least[name], error)
-        errors = _errors(step.as_run().true_gradients(), exact)
-    total = math.hypot(*(gradient.norm().item() for name, gradient in exact.items() if name))
-    limits = {name: max(_WRONG if name else _WRONG_LOSS, FACTOR * least[name]) for name in errors}
-    wrong = {
-        name: error
-        for name, error in errors.items()
-        if error > limits[name] and (not name or float(exact[name].norm()) > _SHARE * total)
-    }
-    if not wrong:
-        return WrongGradients(exact, wrong, None)
-    worst = max(wrong, key=lambda name: wrong[name] / limits[name])
-    what = f"the gradient of {worst}" if worst else "the loss"
-    detail = f"{what} has a relative error of {wrong[worst]:.2g}; rounding explains {least[worst]:.2g}"
-    detail += rounded_away(step)
-    direction = BACKWARD if worst else FORWARD
-    return WrongGradients(exact, wrong, Finding(ERROR, direction, "", step.format.name, detail=detail))
 
 
 def _errors(gradients: Gradients, exact: Gradients) -> dict[str, float]:

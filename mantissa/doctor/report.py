@@ -6,7 +6,7 @@ import csv
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,40 +14,49 @@ from mantissa.display import finite
 from mantissa.doctor.diagnosis import FOUND, HEALTHY, INCOMPLETE, Diagnosis, TakenStep
 from mantissa.doctor.fp16_range import LOWEST, Exponents
 from mantissa.doctor.sweep import DIFFERENT
-from mantissa.finding import FORWARD, MEANINGS, OVERFLOW
+from mantissa.finding import FORWARD, MEANINGS, OVERFLOW, Finding
 from mantissa.verdict.page import Plot, Report, Section, measured_on
 
 VERDICT = "verdict.json"
 
 
-def opening(replay: TakenStep) -> str:
-    """Return what was replayed, and how it ended."""
-    number = replay.step.number
-    how = f"loss {replay.loss:.6g}, gradient norm {replay.grad_norm:.4g}" + (", skipped" if replay.skipped else "")
-    if replay.failed:
-        outcome = "replayed and finite" if replay.finite else "reproduced"
-        return f"step {number} {outcome} ({how}) from {replay.began}"
-    place = f"one more step ({number}) after the last, taken" if replay.finished else f"step {number} taken"
-    return f"{place} from {replay.began} ({how})"
+def opening(taken: TakenStep) -> str:
+    """Return which step was taken, and how it ended."""
+    number = taken.step.number
+    how = f"loss {taken.loss:.6g}, gradient norm {taken.grad_norm:.4g}" + (", skipped" if taken.skipped else "")
+    if taken.failed:
+        outcome = "replayed and finite" if taken.finite else "reproduced"
+        return f"step {number} {outcome} ({how}) from {taken.began}"
+    place = f"one more step ({number}) after the last, taken" if taken.finished else f"step {number} taken"
+    return f"{place} from {taken.began} ({how})"
 
 
 def lines(diagnosis: Diagnosis) -> list[str]:
     """Return the diagnosis as text."""
-    replay, found = diagnosis.taken, diagnosis.range
+    taken, scales = diagnosis.taken, diagnosis.range
+
+    # The formats, with their losses where those differ.
     losses = [trial.loss for trial in diagnosis.sweep if math.isfinite(trial.loss)]
     differ = bool(losses) and max(losses) - min(losses) > DIFFERENT * max(map(abs, losses))
     text = [" · ".join(trial.text(differ) for trial in diagnosis.sweep)] if diagnosis.sweep else []
+
+    # The faults, with their cures; the loss scales that fit.
     for finding in diagnosis.findings:
         text += finding.lines()
-    if found is not None and found.highest is not None:
-        helps = not any(each.direction == FORWARD and each.kind == OVERFLOW for each in diagnosis.findings)
-        text.append(found.text() + ("" if helps else "; no scale cures a forward overflow"))
+    if scales is not None and scales.highest is not None:
+        overflows = [finding for finding in diagnosis.findings if finding.kind == OVERFLOW]
+        helps = not any(finding.direction == FORWARD for finding in overflows)
+        text.append(scales.text() + ("" if helps else "; no scale cures a forward overflow"))
+
+    # What is unusual, and what was not examined.
     text += [f"note: {note}" for note in diagnosis.notes]
     text += [f"left out: {item}" for item in diagnosis.budget.left_out]
+
+    # The verdict, where it is not clear from the faults.
     if diagnosis.verdict in (HEALTHY, INCOMPLETE):
-        number = replay.step.number
+        number = taken.step.number
         text += [f"not asked for: {', '.join(diagnosis.not_asked)}"] if diagnosis.not_asked else []
-        text.append(f"{diagnosis.verdict} at {f'the last step, {number - 1}' if replay.finished else f'step {number}'}")
+        text.append(f"{diagnosis.verdict} at {f'the last step, {number - 1}' if taken.finished else f'step {number}'}")
         text[-1] += ": no fault in what was examined" if diagnosis.verdict == INCOMPLETE else ""
     elif diagnosis.verdict != FOUND:
         text.append(diagnosis.verdict)
@@ -56,29 +65,30 @@ def lines(diagnosis: Diagnosis) -> list[str]:
 
 def _facts(diagnosis: Diagnosis) -> dict[str, Any]:
     """Return the diagnosis as JSON holds it: ``scales`` are exponents; a number that is not finite is null."""
-    replay, budget, islands, found = diagnosis.taken, diagnosis.budget, diagnosis.islands, diagnosis.range
+    taken, budget, islands, scales = diagnosis.taken, diagnosis.budget, diagnosis.islands, diagnosis.range
     return {
         "verdict": diagnosis.verdict,
         "exit_code": diagnosis.exit_code,
-        "run": None if replay.folder is None else str(replay.folder),
-        "precision": replay.precision,
-        "step": replay.step.number,
-        "began": replay.began,
-        "failed": replay.failed,
-        **finite({"loss": replay.loss, "grad_norm": replay.grad_norm}),
-        "skipped": replay.skipped,
-        "loss_scale": replay.step.scale,
+        "run": None if taken.folder is None else str(taken.folder),
+        "precision": taken.precision,
+        "step": taken.step.number,
+        "began": taken.began,
+        "failed": taken.failed,
+        **finite({"loss": taken.loss, "grad_norm": taken.grad_norm}),
+        "skipped": taken.skipped,
+        "loss_scale": diagnosis.step.scale,
         "formats": [
             {name: getattr(trial, name) for name in ("name", "status", "scale", "why")}
             | finite({"loss": trial.loss})
             | {"nonfinite": trial.nonfinite}
             for trial in diagnosis.sweep
         ],
-        "scales": None if found is None else {"highest": found.highest, "lowest": found.lowest},
-        "findings": [asdict(finding) for finding in diagnosis.findings],
+        "scales": None if scales is None else {"highest": scales.highest, "lowest": scales.lowest},
+        "findings": [_row(finding) for finding in diagnosis.findings],
         "islands": None
         if islands is None
-        else asdict(islands) | {"override": replay.step.remedies.modules(islands.fp32_modules)},
+        else {name: getattr(islands, name) for name in ("modules", "minimal", "own", "cost")}
+        | {"override": taken.step.remedies.modules(islands.step.fp32_modules)},
         "notes": diagnosis.notes,
         "left_out": budget.left_out,
         "crashes": budget.crashes,
@@ -89,14 +99,20 @@ def _facts(diagnosis: Diagnosis) -> dict[str, Any]:
 
 def _tables(diagnosis: Diagnosis) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of what was examined, by check."""
-    found = {}
-    if diagnosis.manifest is not None:
-        found["manifest"] = [row._asdict() for row in diagnosis.manifest.rows]
-    if diagnosis.range is not None:
-        found["range"] = [_exponents(layer) for layer in diagnosis.range.rows]
-    if diagnosis.modules is not None:
-        found["modules"] = [asdict(row) | {"ratio": row.ratio} for row in diagnosis.modules.rows]
-    return found
+    examined = diagnosis.examined
+    tables = {}
+    if "manifest" in examined:
+        tables["manifest"] = [row._asdict() for row in examined["manifest"].rows]
+    if "range" in examined:
+        tables["range"] = [_exponents(layer) for layer in examined["range"].rows]
+    if "modules" in examined:
+        tables["modules"] = [asdict(row) | {"ratio": row.ratio} for row in examined["modules"].rows]
+    return tables
+
+
+def _row(finding: Finding) -> dict[str, Any]:
+    """Return a finding as JSON holds it."""
+    return {of.name: getattr(finding, of.name) for of in fields(finding) if of.name != "cures"}
 
 
 def write_report(
@@ -112,7 +128,7 @@ def write_report(
         plots: for the page.
     """
     taken, tables = diagnosis.taken, _tables(diagnosis)
-    found = [
+    faults = [
         f"{finding.kind.capitalize()} in {finding.place}, {finding.direction}"
         + f"{f', at {finding.line}' if finding.line else ''}."
         + (f" Cure: {finding.cure[0]}" if finding.cure else "")
@@ -126,7 +142,7 @@ def write_report(
     sections += [Section(f"The crash of check {part}", text=trace) for part, trace in diagnosis.budget.crashes.items()]
     title = f"{diagnosis.verdict}: {subject} {taken.precision}, step {taken.step.number}"
     origin = measured_on(record["hardware"], record["versions"], record["git"])
-    answer = [*found, *means] or [f"No fault: {opening(taken)}."]
+    answer = [*faults, *means] or [f"No fault: {opening(taken)}."]
     page = Report("Doctor", title, answer, record["command"], origin, sections).write(folder)
     for name, rows in tables.items():
         with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:

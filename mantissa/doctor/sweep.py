@@ -1,91 +1,238 @@
-"""The format sweep: the same step in one format after another, from fp64 to that of the run, and compiled."""
+"""The format sweep: the same step in one format after another, from fp64 to that of the run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
+from mantissa.doctor.budget import Budget
+from mantissa.doctor.cause import find_exception, find_origin
+from mantissa.doctor.dtypes import stored_in_half
+from mantissa.doctor.fp16_range import fp16_range
 from mantissa.errors import FormatError, described, is_out_of_memory
-from mantissa.formats import BF16, plain
-from mantissa.formats import FP32 as FP32_NUMBERS
-from mantissa.formats import TF32 as TF32_NUMBERS
+from mantissa.finding import BACKWARD, DOMAIN, EXCEPTION, FORWARD, INPUT, NOT_FINITE, Cure, Finding
+from mantissa.formats import BF16, FP32, TF32, Format, plain
 from mantissa.step.step import Replay, Step
 
 OK, BREAKS, RAISES, DIFFERS, LEFT_OUT = "ok", "BREAKS", "RAISES", "DIFFERS", "left out"
-
-FP64, FP32, TF32 = "fp64", "fp32", "tf32"
-SCALER = "+scaler"
 DIFFERENT = 0.01
 """Share of the loss from which on those of two formats differ: they are shown then, and one is no cure of the other."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class FormatTrial:
     """One format of the sweep, and whether the step is finite in it."""
 
     name: str
-    build: Callable[[], Replay] | None = None
-    """Returns the replay; None: it is the step, compiled, which ``compiled_trial`` takes."""
-    scales: list[float] = field(default_factory=lambda: [1.0])
+    format: Format | None = None
+    """The format; None: fp64, to which all is widened, or the compiled step."""
+    scales: tuple[float, ...] = (1.0,)
     """Loss scales to try in this order, until one is finite."""
+    scaler: bool = False
+    """Whether they are told apart from the format without a scaler."""
     status: str = ""
-    nonfinite: list[str] = field(default_factory=list)
+    nonfinite: tuple[str, ...] = ()
     scale: float = 1.0
     """The last one tried."""
     why: str = ""
     """Reason why it was left out, or the error that it raised."""
+    error: Exception | None = field(default=None, compare=False)
     loss: float = math.nan
 
-    def take(self) -> Replay | None:
-        """Take the step, and return the passes that did; None: they cannot be built. Sets ``status``."""
-        assert self.build is not None
-        passes = None
+    @property
+    def breaks(self) -> bool:
+        """Whether the step is not finite in the format, or raises."""
+        return self.status in (BREAKS, RAISES)
+
+    def replay(self, step: Step, scale: float) -> Replay:
+        """Return a replay of a step in the format: a plain one on fp32 weights, any other as the run takes it."""
+        if self.format is None:
+            return step.reference(torch.float64)
+        replay = step.replay(self.format) if self.format is plain(self.format.number) else step.as_run()
+        replay.scale = scale
+        return replay
+
+    def take(self, step: Step) -> FormatTrial:
+        """Take a step in the format, and return how it ended."""
         try:
-            passes = self.build()
-            found = passes.run_with_backoff(self.scales)
+            replay = self.replay(step, self.scales[0])
+            result = replay.run_with_backoff(self.scales)
         except Exception as error:  # of many kinds: the model and the format decide
             if is_out_of_memory(error):
                 raise
-            self.why = described(error)
-            self.status = LEFT_OUT if isinstance(error, FormatError) else RAISES
-            return passes
-        self.nonfinite, self.scale, self.loss = found.nonfinite, passes.scale, found.loss.item()
-        self.status = BREAKS if self.nonfinite else OK
-        return passes
+            status = LEFT_OUT if isinstance(error, FormatError) else RAISES
+            return replace(self, status=status, why=described(error), error=error)
+        status, bad = BREAKS if result.nonfinite else OK, tuple(result.nonfinite)
+        return replace(self, status=status, nonfinite=bad, scale=replay.scale, loss=result.loss.item())
 
     def text(self, with_loss: bool = False) -> str:
         """Return the format with its status, such as ``fp16+scaler 65536 ok at 8192``, and maybe its loss."""
         if self.status == LEFT_OUT:
             return f"{self.name} {self.why}"
-        name = f"{self.name} {self.scales[0]:.10g}" if self.name.endswith(SCALER) else self.name
+        name = f"{self.name} {self.scales[0]:.10g}" if self.scaler else self.name
         lower = f" at {self.scale:.10g}" if self.status == OK and self.scale != self.scales[0] else ""
         loss = f" (loss {self.loss:.4g})" if with_loss and self.status == OK else ""
         return f"{name} {self.status}{lower}{loss}"
 
 
-def format_sweep(step: Step) -> list[FormatTrial]:
-    """Return the formats to try, without the compiled ones.
+@dataclass(frozen=True)
+class Sweep:
+    """The step in one format after another, the last one as the run takes it."""
 
-    They are those up to the run's own, on fp32 weights; then, where it is another, what the run does: its own stored
-    weights, its fp32 modules and operators.
+    trials: tuple[FormatTrial, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+    half: bool = False
+    """Whether 16 bits are the first that break, which fp32 in some places may cure."""
+
+    @property
+    def as_run(self) -> FormatTrial | None:
+        """What the run does; None: there was no sweep."""
+        return self.trials[-1] if self.trials else None
+
+    def of(self, format: Format) -> FormatTrial | None:
+        """Return the trial of a format; with several loss scales that without a scaler."""
+        return next((trial for trial in self.trials if trial.format is format), None)
+
+
+def format_sweep(step: Step, budget: Budget, loss: float | None, failed: bool) -> Sweep:
+    """Try every format, and find the cause at the first that breaks.
+
+    Args:
+        step: the step.
+        budget: of the examination; fp32 and the run's own format are always tried.
+        loss: of the step, if it was taken as the run takes it, and is finite; None: it is taken here.
+        failed: whether the run itself ended at this step.
     """
-    number, own = step.format.number, step.format.name
-    fp32, tf32 = plain(FP32_NUMBERS), plain(TF32_NUMBERS)
-    trials = [FormatTrial(FP64, partial(step.reference, torch.float64)), FormatTrial(FP32, partial(step.replay, fp32))]
-    if step.available(tf32) and own != FP32:
-        trials.append(FormatTrial(TF32, partial(step.replay, tf32)))
-    if step.format.half is None:
-        return trials
-    if number is not BF16 and step.available(plain(BF16)):
-        trials.append(FormatTrial(BF16.name, partial(step.replay, plain(BF16))))
-    basic = plain(number)
-    trials.append(FormatTrial(basic.name, partial(step.replay, basic)))
-    if step.scales != [1.0]:
-        trials.append(FormatTrial(basic.name + SCALER, partial(step.replay, basic), step.scales))
-    if step.format is not basic:
-        trials.append(FormatTrial(own, step.as_run, step.scales))
-    return trials
+    # One format after another, the run's own last.
+    *others, as_run = _formats(step)
+    trials = [_taken(step, trial, budget, trial.format is plain(FP32)) for trial in others]
+    if loss is not None:
+        as_run = replace(as_run, status=OK, scale=as_run.scales[0], loss=loss)
+    else:
+        as_run = _taken(step, as_run, budget, always=True)
+
+    # The cause is sought where the step breaks first. Where fp64 breaks, so does fp32, with a dtype that runs have.
+    sweep = Sweep((*trials, as_run))
+    broken = next((trial for trial in sweep.trials if trial.format and trial.breaks), None)
+    faulty = sweep if broken is None else _at_fault(sweep, step, broken, budget)
+    if broken is not None and as_run.status != OK:
+        return faulty
+
+    # A step that is finite may have needed a lower scale than its run had, or may have no scaler in torch.
+    notes = tuple(
+        f"{broken.name} breaks ({finding.kind} in {finding.place}), but this run in {step.format.name} is finite"
+        for finding in faulty.findings
+        if broken is not None
+    )
+    if failed and as_run.scale != as_run.scales[0]:
+        return replace(sweep, notes=notes, findings=_at_first_scale(step, as_run, budget), half=True)
+    if as_run.scaler and (stored := _unscalable(step)):
+        refused = replace(as_run, status=RAISES, why=_NO_HALF)
+        return Sweep((*trials, refused), stored, notes)
+    return replace(sweep, notes=notes)
+
+
+def _formats(step: Step) -> list[FormatTrial]:
+    """Return the formats up to the run's own, on fp32 weights; then, where it is another, what the run does.
+
+    That has its own stored weights, its fp32 modules and operators.
+    """
+    as_run, scales = step.format, tuple(step.scales)
+    fp32, tf32, bf16, basic = plain(FP32), plain(TF32), plain(BF16), plain(as_run.number)
+    formats = [FormatTrial("fp64"), FormatTrial(fp32.name, fp32)]
+    if as_run is not fp32 and step.available(tf32):
+        formats.append(FormatTrial(tf32.name, tf32))
+    if as_run.half is None:
+        return formats
+    if basic is not bf16 and step.available(bf16):
+        formats.append(FormatTrial(bf16.name, bf16))
+    formats.append(FormatTrial(basic.name, basic))
+    if scales != (1.0,):
+        formats.append(FormatTrial(f"{basic.name}+scaler", basic, scales, scaler=True))
+    if as_run is not basic:
+        formats.append(FormatTrial(as_run.name, as_run, scales))
+    return formats
+
+
+def _taken(step: Step, trial: FormatTrial, budget: Budget, always: bool) -> FormatTrial:
+    """Return a format's trial as it ended, or as it was left out."""
+
+    def take() -> FormatTrial:
+        budget.expect(steps_in_memory=0 if always else 1 if trial.format else 2)
+        return trial.take(step)
+
+    taken = budget.run(trial.name, take, always)
+    if taken is None:
+        return replace(trial, status=LEFT_OUT, why="left out")
+    if taken.status == RAISES and (trial.format is None or trial.format.number is not step.format.number):
+        return replace(taken, status=LEFT_OUT, why=f"cannot run this model ({taken.why})")  # it has hard-coded dtypes
+    return taken
+
+
+def _at_fault(sweep: Sweep, step: Step, broken: FormatTrial, budget: Budget) -> Sweep:
+    """Return a sweep with the fault of the first format that breaks, and what that says of precision."""
+    fp32, notes = sweep.of(plain(FP32)), []
+    assert fp32 is not None
+    name, half = broken.name, broken is not fp32
+    if _is_same(broken.error, fp32.error):
+        name, half = fp32.name, False
+        notes.append("fp32 raises it, too, so precision is not the cause")
+
+    def cause() -> Finding | None:
+        replay = broken.replay(step, broken.scale)
+        return find_exception(replay, name) if broken.status == RAISES else find_origin(replay, name)
+
+    finding = budget.run("cause", cause, always=True) or _unlocated(broken, name)
+    wider = sweep.trials[0] if broken is fp32 else fp32
+    if finding.kind == DOMAIN and wider.status == OK:
+        notes.append(f"{wider.name} does not round what it is given, and is finite")
+    if broken is fp32 and finding.dtype in ("float16", "bfloat16"):
+        notes.append("the code casts to 16 bits where the format is fp32")
+    elif broken is fp32 and finding.kind not in (INPUT, EXCEPTION):
+        why = "it is the data, the learning rate or the model"
+        if wider.status == OK:
+            why = "numbers are beyond fp32's range, or lost in its rounding"
+        notes.append(f"the step is not finite in fp32, so 16 bits are not the cause: {why}")
+    return replace(sweep, findings=(finding,), notes=tuple(notes), half=half)
+
+
+def _is_same(error: Exception | None, other: Exception | None) -> bool:
+    return error is not None and type(error) is type(other) and error.args == getattr(other, "args", None)
+
+
+def _unlocated(trial: FormatTrial, name: str) -> Finding:
+    """Return the finding of a step that no operator makes infinite."""
+    if trial.status == RAISES:
+        return Finding(EXCEPTION, FORWARD, "", name, detail=trial.why)
+    bad = trial.nonfinite
+    gradient = next((output for output in bad if output != "loss"), "")
+    direction, module = (FORWARD, "") if "loss" in bad else (BACKWARD, gradient.rpartition(".")[0])
+    shown = ", ".join(bad[:3]) + (", …" if len(bad) > 3 else "")
+    return Finding(NOT_FINITE, direction, module, name, detail=f"{shown}: no torch operator made it so")
+
+
+def _at_first_scale(step: Step, as_run: FormatTrial, budget: Budget) -> tuple[Finding, ...]:
+    """Return the fault at the loss scale at which a run ended, where a lower one is finite."""
+    cause = partial(find_origin, as_run.replay(step, as_run.scales[0]), as_run.name)
+    finding = budget.run("cause", cause, always=True)
+    if finding is None:
+        return ()
+    fits = budget.run("range", lambda: fp16_range(step, budget).holds(as_run.scale))
+    if fits is False:  # a scale that loses gradients is no cure
+        return (finding,)
+    text = f"{step.remedies.scale(as_run.scale)}, at which this step is finite"
+    return (replace(finding, cures=(Cure(text, step.at_scale(as_run.scale)),)),)
+
+
+_NO_HALF = "torch's GradScaler takes no gradients in float16"
+
+
+def _unscalable(step: Step) -> tuple[Finding, ...]:
+    """Return the weights of a step whose gradients no scaler takes."""
+    in_half = any(weight.dtype == torch.float16 for weight in step.stored.values())
+    stored = stored_in_half(step) if in_half else []
+    return tuple(replace(finding, detail=f"{finding.detail}; {_NO_HALF}") for finding in stored)

@@ -6,7 +6,7 @@ import copy
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Protocol, Self
@@ -155,7 +155,7 @@ class Step(Protocol):
     fp32_ops: list[str] = field(default_factory=list)
     """Names of the operators that compute in fp32."""
     uncast: tuple[str, ...] = ()
-    """Lines of the forward code that ask for 16 bits, and get fp32."""
+    """Lines of code that ask for 16 bits, and get fp32."""
     loss_factor: float = 1.0
     """Factor of the loss."""
     lr_factor: float = 1.0
@@ -261,7 +261,7 @@ class Step(Protocol):
         return replace(self, fp32_modules=[*self.fp32_modules, *modules], fp32_ops=[*self.fp32_ops, *operators])
 
     def without_casts(self, line: str) -> Self:
-        """Return this step with fp32 where a line of the forward code asks for 16 bits."""
+        """Return this step with fp32 where a line of code asks for 16 bits: of a pass, a hook, or the optimizer."""
         return replace(self, uncast=(*self.uncast, line))
 
     def at_scale(self, scale: float) -> Self:
@@ -404,8 +404,6 @@ class Replay:
         self.format, self.built = format, built
         self.model, self.masters, self.optimizer = built.model, built.masters, built.optimizer
         self.fp32_modules = built.fp32_modules
-        self.updates: AbstractContextManager[Any] | None = None
-        """Context in which the optimizer steps; None: that of the replay."""
         self.changed = False
         """Whether the loss has changed a batch that it was given."""
         self.own_autocast: torch.dtype | None = None
@@ -525,7 +523,7 @@ class Replay:
         """Return the loss of one microbatch in the format, a scalar in the dtype in which it was computed."""
         given = map_tensors(batch, self._given)
         self._in_loss = False
-        with self.autocast():
+        with self.built.autocast():
             self._in_loss = True
             loss = self.built.loss(given)
             self._in_loss = False
@@ -538,12 +536,6 @@ class Replay:
         if self._wide is not None and tensor.is_floating_point() and tensor.itemsize <= self._wide.itemsize:
             given = tensor.to(self._wide)
         return tensor.clone() if given is tensor and self.step.changes_batches else given
-
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
-        """Return what forward and loss run in: the format's autocast, and casts of the code that are left out."""
-        with self.built.autocast(), Trace(None, run=self._uncast) if self.step.uncast else nullcontext():
-            yield
 
     def _uncast(self, op: Op) -> Any:
         if op.asks_for_half and str(user_line() or "") in self.step.uncast:
@@ -589,7 +581,7 @@ class Replay:
 
     def update(self, correction: float, meter: UpdateMeter | None = None) -> None:
         """Change the weights by the gradients of the last passes; a meter measures how."""
-        with self.updates or self.around():
+        with self.around():
             self.built.end_step(self.scale, correction, meter)
 
     def true_gradients(self) -> Gradients:
@@ -621,7 +613,7 @@ class Replay:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Return what the passes run in: the redirection of casts, where they are a wider reference.
+        """Return what passes and updates run in: casts of the code left out, or all redirected in a wider reference.
 
         Autocast that the code enters itself is noted, and is that of the format.
         """
@@ -639,6 +631,8 @@ class Replay:
 
         with ExitStack() as contexts:
             contexts.enter_context(patch.object(torch.autocast, "__enter__", enter_other))
+            if self.step.uncast:
+                contexts.enter_context(Trace(None, run=self._uncast))
             if self._wide is not None:
                 contexts.callback(torch.set_default_dtype, torch.get_default_dtype())
                 torch.set_default_dtype(self._wide)

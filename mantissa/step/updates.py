@@ -343,7 +343,7 @@ def judge(updates: dict[str, Counts], format: Format) -> Examined:
         findings.append(finding(LOST, parameter, detail))
     modules, many = {finding.module for finding in findings}, len(findings) > _SHOWN
     notes = [f"{len(modules)} modules have such updates; the worst {_SHOWN} are shown"] if many else []
-    return Examined(findings=findings[:_SHOWN], notes=notes)
+    return Examined(findings=tuple(findings[:_SHOWN]), notes=tuple(notes))
 
 
 def _worst(shares: dict[str, float]) -> dict[str, float]:

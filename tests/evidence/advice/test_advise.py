@@ -145,7 +145,7 @@ def test_a_check_up_that_crashed_is_no_fault_of_the_setting(monkeypatch: pytest.
     def crash(*_: object) -> None:
         raise TypeError("no")
 
-    monkeypatch.setattr("mantissa.doctor.diagnosis.harmful_errors", crash)
+    monkeypatch.setattr("mantissa.doctor.module_errors.harmful_errors", crash)
     found = checkup.measure(compose([*SMALL, "batch_size=2", "precision=bf16"]))
     assert (found["faults"], found["healthy"]) == ([], False)
     assert found["missed"] == ["crashed: modules"]

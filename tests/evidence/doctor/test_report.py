@@ -20,7 +20,8 @@ from evidence.doctor.plots import MOST
 from evidence.doctor.step import step_of
 from mantissa.doctor import diagnosis as diagnoses
 from mantissa.doctor.budget import Budget
-from mantissa.doctor.cures import Islands
+from mantissa.doctor.checks import TABLE
+from mantissa.doctor.cures import islands_text
 from mantissa.doctor.diagnosis import Diagnosis, diagnose
 from mantissa.doctor.examine import take
 from mantissa.doctor.fp16_range import Exponents, Range
@@ -28,8 +29,8 @@ from mantissa.doctor.module_errors import LocalError
 from mantissa.doctor.report import lines, opening
 from mantissa.finding import Examined, Finding
 from mantissa.step.step import Step
-from tests.mantissa.doctor.faults import large_ffn
-from tests.mantissa.doctor.planted import WIDTH, Planted, around
+from tests.evidence.doctor.planted import Planted
+from tests.mantissa.doctor.faults import WIDTH, around, large_ffn
 from trainer.precision.modes import Precision
 
 COMMAND = "python scripts/doctor.py 'resume=a run'"
@@ -48,7 +49,8 @@ def found(overflow: Diagnosis, tmp_path: Path) -> Diagnosis:
     """A copy that a test may change, of a run in tmp_path."""
     budget = Budget(1, overflow.taken.step)
     budget.spent = dict(overflow.budget.spent)
-    return replace(overflow, taken=replace(overflow.taken, folder=tmp_path / "run"), budget=budget)
+    taken = replace(overflow.taken, folder=tmp_path / "run")
+    return replace(overflow, taken=taken, budget=budget, examined=dict(overflow.examined))
 
 
 def written(diagnosis: Diagnosis) -> Path:
@@ -80,18 +82,20 @@ def test_the_files(found: Diagnosis, tmp_path: Path) -> None:
     assert verdict["findings"][0]["module"] == "1.wo"
     assert (verdict["command"], verdict["hardware"]["device"]) == (COMMAND, "cpu")
     assert verdict["versions"]["torch"]
-    assert found.manifest is not None
-    expected = [{name: str(value) for name, value in row._asdict().items()} for row in found.manifest.rows]
+    rows = found.examined["manifest"].rows
+    expected = [{name: str(value) for name, value in row._asdict().items()} for row in rows]
     assert rows_of(found, "manifest") == expected
-    written(replace(found, manifest=None))
+    written(replace(found, examined={}))
     assert not (folder / "manifest.csv").exists()  # none of an earlier report stay
 
 
 def test_the_page_says_what_the_terminal_says(found: Diagnosis) -> None:
     name = "a<script>&\"'"
-    islands = Islands(["1.wo", "0.10"], own=["*.ln"], cost="+1.2 MiB")
-    found.findings = [replace(found.findings[0], cure=[islands.text(found.taken.step.remedies)])]
-    found.findings += [Finding("underflow", "backward", name, "fp16", path=[name], cure=[name])]
+    text = islands_text(found.step.remedies, ["*.ln", "1.wo", "0.10"], "+1.2 MiB", minimal=True)
+    finding = replace(found.findings[0], cure=(text,))
+    other = Finding("underflow", "backward", name, "fp16", path=(name,), cure=(name,))
+    fault = replace(found.faults[0], held=())
+    found.faults = [replace(fault, trial=replace(fault.trial, finding=told)) for told in (finding, other)]
     found.notes, found.budget.left_out = [name], [name]
     text, plots = page_of(found)
     said = [opening(found.taken), *lines(found)]
@@ -104,12 +108,12 @@ def test_the_page_says_what_the_terminal_says(found: Diagnosis) -> None:
 
 def test_errors_are_drawn_by_module_with_their_bounds(found: Diagnosis) -> None:
     u = 2.0**-9
-    found.modules = Examined(
-        rows=[
+    found.examined["modules"] = Examined(
+        rows=tuple(
             LocalError(f"layers.{n}", 0, direction, "result", e, u, 1, 8 * u)
             for n in range(MOST + 5)
             for direction, e in (("forward", 0.001 * (n + 1)), ("backward", 0.001))
-        ]
+        )
     )
     text, plots = page_of(found)
     assert plots == 2
@@ -125,7 +129,7 @@ def test_exponents_are_drawn_with_the_limits_of_fp16(found: Diagnosis) -> None:
     layers = [Exponents("wo", tensor, half=True) for tensor in ("output", "weight", "bias")]
     for layer in layers[:2]:
         layer.add(torch.tensor([0.0, 2.0**-10, 1.5 * 2.0**-10, 2.0**-30]))
-    found.range = Range(rows=layers, highest=24, lowest=2)
+    found.examined["range"] = Range(rows=tuple(layers), highest=24, lowest=2)
     text, plots = page_of(found)
     assert plots == 2
     assert all(
@@ -160,12 +164,13 @@ def test_a_report_that_cannot_be_written_does_not_change_the_verdict(
 def test_a_check_that_crashes_is_a_finding(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def crash(step: Step) -> None:
+    def crash(step: Step, budget: Budget) -> Examined:
         raise TypeError("unsupported operand")
 
     trainer = Planted(lambda: around(nn.Linear(WIDTH, WIDTH)), Precision(mode="fp16")).trainer()
     config = replace(trainer.config, output_dir=str(tmp_path))
-    monkeypatch.setattr(diagnoses, "gradients", crash)
+    table = [replace(check, find=crash) if check.name == "gradients" else check for check in TABLE]
+    monkeypatch.setattr(diagnoses, "TABLE", table)
     monkeypatch.setattr(command, "of_run", lambda *_: (take(step_of(trainer)), config))
     assert command.main(["resume=a run", "check=formats,gradients,range"]) == 3
     printed = capsys.readouterr()

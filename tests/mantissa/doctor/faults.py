@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from mantissa.doctor.examine import Report
 from mantissa.finding import (
     BACKWARD,
     BLOCKED,
-    DIFFERENCE,
     DIVERGENCE,
     DOMAIN,
     DTYPE,
@@ -28,18 +27,50 @@ from mantissa.finding import (
     INPUT,
     LOST,
     MOMENT,
+    NOT_FINITE,
     OVERFLOW,
     RATE,
     SCALE,
     UNDERFLOW,
     UPDATE,
 )
-from tests.mantissa.doctor.planted import BATCH, WIDTH, Block, Planted, around, mean_square, noise
-from trainer.precision.modes import Precision
-from trainer.precision.scaler import StaticScaler
+from mantissa.formats import FORMATS
+from mantissa.step.loop import LoopStep
 
 Batch = dict[str, Tensor]
+BATCH, WIDTH = 8, 32
 REPEATS = 10_000
+
+
+# --- a model of a batch's x ---
+
+
+def noise(*shape: int, size: float = 1.0) -> dict[str, Tensor]:
+    """Return normal inputs of this size, 64 samples of ``shape`` (default: one vector of WIDTH)."""
+    return {"x": size * torch.randn(64, *(shape or (WIDTH,)))}
+
+
+def mean_square(output: Tensor, batch: Batch) -> Tensor:
+    """Return the mean square of each sample, summed, in fp32."""
+    return output.float().flatten(1).square().mean(1).sum()
+
+
+class Block(nn.Module):
+    """A residual layer: Linear, GELU, Linear."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(F.gelu(self.up(x)))
+        return result
+
+
+def around(layer: nn.Module, width: int = WIDTH) -> nn.Sequential:
+    """Return a model of a block, the layer, a block: ``layer`` is submodule 1."""
+    return nn.Sequential(Block(width), layer, Block(width))
 
 
 # --- small networks and data of a loop ---
@@ -87,18 +118,6 @@ def with_buffer(value: float, dtype: torch.dtype = torch.float32) -> nn.Module:
     return model
 
 
-def averaging(own: nn.Module, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        own.get_buffer("mean").lerp_(x.mean(0).to(torch.bfloat16), 1e-3)
-    return x - own.get_buffer("mean")
-
-
-def averaged() -> nn.Module:
-    model = Own(averaging)
-    model.register_buffer("mean", torch.ones(32, dtype=torch.bfloat16))
-    return model
-
-
 def beside_sparse() -> nn.Module:
     model = Own(lambda own, x: 1e6 * x / 1e6 + own.get_submodule("items")(torch.arange(len(x))))
     model.add_module("items", nn.Embedding(16, 32, sparse=True))
@@ -109,17 +128,6 @@ def hooked(hook: Callable[[Tensor], Tensor]) -> nn.Module:
     model = Own()
     for parameter in model.parameters():
         parameter.register_hook(hook)
-    return model
-
-
-def clipping() -> nn.Module:
-    def clip(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad.clamp_(-0.01, 0.01)
-
-    model = Own()
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(clip)
     return model
 
 
@@ -361,25 +369,8 @@ def with_zero_rows() -> dict[str, Tensor]:
     return {"x": x}
 
 
-def half_sum(output: Tensor, batch: Batch) -> Tensor:
-    return (30 * output).square().sum()
-
-
 def log_of_zero(output: Tensor, batch: Batch) -> Tensor:
     return -torch.relu(output.float()).log().sum()
-
-
-def handmade() -> nn.Module:
-    """Return a module that uses a layer's weights without calling it, so that what is set for the layer is no use."""
-    return Computes(lambda own, x: F.linear(x, own.linear.weight, own.linear.bias), linear=linear())
-
-
-class CastBack(nn.LayerNorm):
-    """Layer norm that casts its input to bf16, whatever it is."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.layer_norm(x.bfloat16(), (WIDTH,)) * self.weight.bfloat16()
-        return y.to(x.dtype)
 
 
 # --- the backward pass ---
@@ -411,23 +402,6 @@ def two_branches() -> nn.Module:
         big=linear(),
         tiny=linear(),
     )
-
-
-# --- the compiler ---
-
-
-def _miscompile(graph: Any) -> None:
-    """Multiply by the weights of a layer as they are, not transposed."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.permute.default):
-        if node.args[0].meta["val"].shape == (WIDTH, WIDTH):
-            node.replace_all_uses_with(node.args[0])
-
-
-def miscompiling() -> AbstractContextManager[Any]:
-    from torch._inductor import config
-
-    patched: AbstractContextManager[Any] = config.patch(post_grad_custom_pre_pass=_miscompile)
-    return patched
 
 
 # --- errors and updates ---
@@ -472,6 +446,242 @@ class Masked(Attention):
         q, k, v = self.qkv(x.unsqueeze(-1)).chunk(3, dim=-1)
         y: Tensor = torch.softmax(q @ k.transpose(1, 2) + mask, dim=-1) @ v
         return y.mean(-1) + x
+
+
+# --- blocks that repeat a fault, and faults of a line ---
+
+NARROW = 16
+
+
+class Residual(nn.Module):
+    """Layers with these names, one after another, beside the identity."""
+
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for layer in self.children():
+            y = layer(y)
+        return x + y
+
+
+class Net(nn.Module):
+    """Blocks between two linear layers, in a list or a dict."""
+
+    def __init__(self, blocks: list[nn.Module] | dict[str, nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, NARROW)
+        self.blocks: Any = nn.ModuleDict(blocks) if isinstance(blocks, dict) else nn.ModuleList(blocks)
+        self.last = nn.Linear(NARROW, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks.values() if isinstance(self.blocks, nn.ModuleDict) else self.blocks:
+            x = block(x)
+        y: Tensor = self.last(torch.tanh(x)).squeeze(-1)
+        return y if y.ndim == 1 else y.mean(-1)
+
+
+class NaiveNorm(nn.Module):
+    """E[x²] - E[x]², far from 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 100
+        variance = (x * x).mean(-1, keepdim=True) - x.mean(-1, keepdim=True) ** 2
+        return (x - x.mean(-1, keepdim=True)) / (variance.abs() + 1e-2).sqrt()
+
+
+class Rotary(nn.Module):
+    """Turns pairs of features by angles in the format of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        position = torch.arange(x.shape[-2], dtype=x.dtype)
+        angle = position[:, None] * (0.5 ** torch.arange(NARROW // 2)).to(x.dtype)
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
+
+
+class HardRotary(Rotary):
+    """The same, with a cast that no setting reaches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.bfloat16())
+
+
+class Turning(nn.Module):
+    """Attention whose queries and keys are turned."""
+
+    def __init__(self, rotary: nn.Module | None = None) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(NARROW, 3 * NARROW), nn.Linear(NARROW, NARROW)
+        self.rotary = rotary
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if self.rotary is not None:
+            q, k = self.rotary(q), self.rotary(k)
+        y: Tensor = x + self.out(F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype)))
+        return y
+
+
+class Centered(nn.Module):
+    """Removes the mean of a convolution with a large bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.act = nn.Conv1d(1, 1, 3, padding=1), nn.GELU()
+        nn.init.constant_(self.conv.bias, 300.0)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x[:, None])[:, 0]
+        return x + self.act(y - y.mean(-1, keepdim=True))
+
+
+def normed(norm: type[nn.Module]) -> nn.Module:
+    return Residual(norm=norm() if norm is NaiveNorm else norm(NARROW), up=nn.Linear(NARROW, NARROW), act=nn.GELU())
+
+
+def lines(length: int) -> list[Batch]:
+    torch.manual_seed(1)
+    inputs = [torch.randn(2, length, 8) for _ in range(4)]
+    return [{"x": x, "y": x.mean((1, 2))} for x in inputs]
+
+
+def focal(model: nn.Module, batch: Batch) -> Tensor:
+    """A focal loss whose probabilities are exactly 1 in bf16."""
+    p, wanted = torch.sigmoid(9 + 4 * model(batch["x"])), (batch["y"] > 0).float()
+    return -(wanted * (1 - p) ** 2 * torch.log(p) + (1 - wanted) * p**2 * torch.log(1 - p)).mean()
+
+
+def ctc(model: nn.Module, batch: Batch) -> Tensor:
+    likely = model(batch["x"]).log_softmax(-1).transpose(0, 1)
+    count = len(batch["x"])
+    return F.ctc_loss(likely, batch["y"], torch.full((count,), likely.shape[0]), batch["lengths"])
+
+
+def speech(bad: list[int]) -> list[Batch]:
+    """Targets that are longer than the input in some samples."""
+    torch.manual_seed(1)
+    found = []
+    for _ in range(4):
+        lengths = torch.full((16,), 3)
+        lengths[bad] = 9
+        found.append({"x": torch.randn(16, 8, 8), "y": torch.randint(1, 5, (16, 9)), "lengths": lengths})
+    return found
+
+
+class Padded(nn.Module):
+    """Attention that a mask keeps away from padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 3 * NARROW), nn.Linear(NARROW, 1)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = (q @ k.mT).masked_fill(~mask[:, None], float("-inf"))
+        y: Tensor = self.out(scores.softmax(-1) @ v).mean((1, 2))
+        return y
+
+
+def sequences() -> list[Batch]:
+    found = [batch | {"mask": torch.arange(12) < torch.randint(3, 12, (len(batch["x"]), 1))} for batch in lines(12)]
+    found = [{name: torch.cat([tensor] * 4) for name, tensor in batch.items()} for batch in found]
+    found[0]["mask"][5] = False
+    return found
+
+
+def masked(model: nn.Module, batch: Batch) -> Tensor:
+    return F.mse_loss(model(batch["x"], batch["mask"]), batch["y"])
+
+
+class Temperature(Residual):
+    """Divides by a learned number in the format of what it divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.temperature = nn.Linear(8, 1), nn.Parameter(torch.tensor(1e-9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = 1e-9 * self.layer(x).float().tanh()
+        temperature = self.temperature.to(torch.get_autocast_dtype("cpu"))
+        return (y / temperature).squeeze(-1)
+
+
+class Timed(nn.Module):
+    """Waves of a time that is cast to the format of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Linear(8, NARROW), nn.Linear(NARROW, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mix(x)
+        time = 4000 + 17 * torch.arange(len(x), dtype=torch.float32)
+        time = time.to(y.dtype)
+        waves = torch.sin(time.float()[:, None] * torch.linspace(0.1, 1, NARROW))
+        z: Tensor = self.out(torch.tanh(y) * waves).squeeze(-1)
+        return z
+
+
+def dice(model: nn.Module, batch: Batch) -> Tensor:
+    """Sums of more than 65504, in the format of the model's output."""
+    p = torch.sigmoid(model(batch["x"][:, :1]).expand(-1, 80_000))
+    total = torch.einsum("bi,bi->b", p, p)
+    return (2 * total / (total + 1)).square().mean()
+
+
+class Logits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        nn.init.constant_(self.layer.bias, 3.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class RootNorm(nn.Module):
+    """Its variance is rounded to less than 0 in fp16, and to anything in bf16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(1, keepdim=True)
+        return (x - mean) / torch.sqrt((x * x).mean(1, keepdim=True) - mean * mean + 1e-5)
+
+
+def averages(own: nn.Module, x: Tensor) -> Tensor:
+    for name in ("mean", "square"):
+        own.get_buffer(name).lerp_((x.detach() ** (1 + (name == "square"))).mean(0).bfloat16(), 1e-3)
+    return x - own.get_buffer("mean")
+
+
+def with_averages() -> nn.Module:
+    model = Own(averages)
+    for name in ("mean", "square"):
+        model.register_buffer(name, torch.ones(32, dtype=torch.bfloat16))
+    return model
+
+
+class FromOutside(torch.autograd.Function):
+    """The identity, whose gradient torch does not compute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.from_numpy(np.full(gradient.shape, np.inf, dtype=np.float32))
+
+
+def far_norm() -> nn.Module:
+    torch.manual_seed(16)
+    model = nn.Sequential(nn.Linear(8, 32), RootNorm(), nn.Linear(32, 1), nn.Flatten(0))
+    nn.init.constant_(model[0].bias, 100.0)
+    return model
 
 
 # --- the corpus ---
@@ -528,6 +738,8 @@ class Fault:
     """Empty: any."""
     format: str = ""
     """The first one that shows it; empty: any."""
+    besides: tuple[str, ...] = ()
+    """Kinds of what else is found."""
 
     def examined(self) -> Report:
         torch.manual_seed(0)
@@ -544,12 +756,31 @@ def planted(
     data: Callable[[], Batch] = noise,
     loss: Callable[[Tensor, Batch], Tensor] = mean_square,
     optimizer: Optimizer = torch.optim.AdamW,
+    besides: tuple[str, ...] = (),
     **options: Any,
 ) -> Fault:
     """A fault in a model of a batch's ``x``: the kind, the direction, the place and the first format."""
     kind, direction, place, format = expected
-    where = {"direction": direction, "format": format, "options": options}
+    where = {"direction": direction, "format": format, "options": options, "besides": besides}
     return Fault(kind, place, precision or format, model, rows_of(data), of_output(loss), optimizer, **where)
+
+
+def step_of(
+    model: Callable[[], nn.Module],
+    mode: str = "bf16",
+    data: Callable[[], Batch] = noise,
+    loss: Callable[[Tensor, Batch], Tensor] = mean_square,
+    optimizer: Optimizer = torch.optim.AdamW,
+    accumulate: int = 1,
+) -> LoopStep:
+    """The first step of a model of a batch's ``x``."""
+    torch.manual_seed(0)
+    built = model()
+    batches = rows_of(data)()
+    format = FORMATS[mode]
+    return LoopStep.copied(
+        built, of_output(loss), batches, format, optimizer(built.parameters()), accumulate=accumulate
+    )
 
 
 WHOLE = "(the model itself, or the loss)"
@@ -579,13 +810,14 @@ FAULTS = {
     "division by a norm of 1e-6": planted((OVERFLOW, FORWARD, "1", "fp16_pure"), lambda: around(Computes(by_norm))),
     "E[x²] - E[x]² with a mean of 100": planted((ERROR, FORWARD, "1", "bf16"), lambda: around(naive_variance())),
     "the embedding gradient of a token that occurs 10,000 times": planted(
-        (ERROR, BACKWARD, "embed", "bf16_pure"), tokens, data=repeated
+        (ERROR, BACKWARD, "embed", "bf16_pure"), tokens, data=repeated, besides=(LOST,)
     ),
     "Adam's second moment in fp16": planted(
         (MOMENT, UPDATE, "0.up", "fp16_pure"),
         lambda: nn.Sequential(Block()),
         loss=lambda output, batch: mean_square(output, batch) * 1e-3,
         optimizer=adam(1e-5),
+        besides=(MOMENT,),
     ),
     "a rate that explodes, and a factor that Adam divides by": Fault(
         RATE, WHOLE, "fp32", loss=scaled(1024.0), optimizer=adam(100.0)
@@ -637,6 +869,7 @@ FAULTS = {
         "fp16",
         lambda: Own().half(),
         cure="fp32 weights under torch.autocast(device, dtype=torch.float16)",
+        besides=(DTYPE,),
     ),
     "a product overflows": Fault(
         OVERFLOW, WHOLE, "fp16", lambda: Own(lambda own, x: 1e6 * x / 1e6), line="1e6 * x", cure="fp32_ops(['mul'])"
@@ -688,9 +921,6 @@ FAULTS = {
         lambda: hooked(lambda gradient: gradient.clamp(-0.01, 0.01)),
         line="gradient.clamp",
         cure="scaler.unscale_",
-    ),
-    "a hook clips accumulated gradients that are scaled": Fault(
-        SCALE, WHOLE, "fp16", clipping, line="def clip", cure="scaler.unscale_"
     ),
     "a hook casts gradients": Fault(
         UNDERFLOW,
@@ -764,12 +994,12 @@ FAULTS = {
         loss=scaled(1e-6),
         options={"scale": 1.0, "fixed_scale": True},
         cure="init_scale=65536",
+        besides=(UNDERFLOW,),
     ),
     "a static scale that is too large": Fault(
         OVERFLOW, WHOLE, "fp16", options={"scale": 2.0**26, "fixed_scale": True}, cure="GradScaler(init_scale="
     ),
     "gradients below eps": Fault(UNDERFLOW, WHOLE, "fp32", loss=scaled(1e-20)),
-    "gradients below eps at a low rate": Fault(UNDERFLOW, WHOLE, "bf16", loss=scaled(1e-16), optimizer=adam(1e-5)),
     "gradients near eps": Fault(SCALE, WHOLE, "bf16", loss=scaled(1e-9), optimizer=adam(1e-3), cure="no factor"),
     "a factor that leaves gradients below eps": Fault(
         UNDERFLOW, WHOLE, "bf16", loss=scaled(1e-12), optimizer=adam(1e-2), line="factor * error", cure="no factor"
@@ -791,9 +1021,14 @@ FAULTS = {
         loss=lambda model, batch: (model(batch["x"]) - 5).square().mean(),
         optimizer=adam(0.03),
     ),
-    "an average in 16 bits": Fault(LOST, "mean", "bf16", averaged),
     "weights in 16 bits": Fault(
-        LOST, "inner", "bf16_pure", lambda: large_bias(Own(), 1.0), optimizer=adamw(1e-4), cure="fp32 weights"
+        LOST,
+        "inner",
+        "bf16_pure",
+        lambda: large_bias(Own(), 1.0),
+        optimizer=adamw(1e-4),
+        cure="fp32 weights",
+        besides=(LOST,),
     ),
     "numbers of items that are cast with the features": Fault(
         ERROR, WHOLE, "bf16", Items, batches=items, optimizer=adamw(2e-2), line="bfloat16()"
@@ -852,35 +1087,52 @@ FAULTS = {
         optimizer=adamw(1e-2),
         cure="keep_fp32(model, ['frequency'])",
     ),
+    "code outside of torch": Fault(
+        NOT_FINITE, WHOLE, "bf16", lambda: with_gain(lambda own, x: x * FromOutside.apply(own.get_parameter("gain")))
+    ),
+    "averages in 16 bits": Fault(LOST, "mean, square", "bf16", with_averages),
+    "a focal loss": Fault(DOMAIN, WHOLE, "bf16", lambda: Net([]), loss=focal, cure="fp32_ops(['sigmoid'])"),
+    "a target that is too long": Fault(
+        DOMAIN, WHOLE, "fp32", lambda: nn.Linear(8, 5), lambda: speech([11]), ctc, cure="leave out sample 11"
+    ),
+    "a row of padding": Fault(DOMAIN, WHOLE, "fp16", Padded, sequences, masked, cure="leave out sample 5"),
+    "a learned temperature": Fault(UNDERFLOW, WHOLE, "fp16", Temperature, cure="no cast to 16 bits in this line"),
+    "times": Fault(ERROR, WHOLE, "bf16", Timed, lambda: regression(64), cure="no cast to 16 bits in this line"),
+    "an operator that torch spells otherwise": Fault(
+        OVERFLOW, WHOLE, "fp16", Logits, loss=dice, optimizer=sgd(1e-3), cure="['einsum']"
+    ),
+    "a norm that is rounded to less than 0": Fault(DOMAIN, "1", "fp16", far_norm, cure="keep_fp32(model, ['1'])"),
+    "a norm in each block of a dict": Fault(
+        ERROR,
+        "blocks.a.norm",
+        "bf16",
+        lambda: Net({name: normed(NaiveNorm) for name in "abc"}),
+        cure="keep_fp32(model, ['blocks.a.norm', 'blocks.b.norm', 'blocks.c.norm'])",
+        besides=(ERROR, ERROR),
+    ),
+    "angles of one module that all layers share": Fault(
+        ERROR,
+        "blocks.0.rotary",
+        "bf16",
+        lambda: (lambda rotary: Net([Turning(rotary) for _ in range(3)]))(Rotary()),
+        lambda: lines(600),
+        cure="keep_fp32(model, ['blocks.0.rotary'])",
+    ),
+    "convolutions that no module's error shows": Fault(
+        ERROR,
+        "blocks.2.conv, blocks.1.conv, blocks.0.conv",
+        "bf16",
+        lambda: Net([Centered() for _ in range(3)]),
+        cure="keep_fp32(model, ['blocks.2.conv', 'blocks.1.conv', 'blocks.0.conv'])",
+    ),
+    "a cast in each layer": Fault(
+        ERROR,
+        "blocks.0.rotary",
+        "bf16",
+        lambda: Net([Turning(HardRotary()) for _ in range(2)]),
+        lambda: lines(1000),
+        cure="no cast to 16 bits in this line",
+        besides=(ERROR,),
+    ),
 }
 """Faults in a loop."""
-
-TRAINED = {
-    "a static scale that is too large": (
-        [(OVERFLOW, BACKWARD, "1.linear", "fp16+scaler")],
-        Planted(
-            lambda: around(Computes(lambda own, x: x + own.linear(x * 0 + 100), linear=linear(1e-2))),
-            Precision(mode="fp16"),
-            loss=lambda output, batch: mean_square(output, batch) * 1e-3,
-            scaler=StaticScaler(scale=2.0**24),
-        ),
-    ),
-    "loss summed in fp16": (
-        [(OVERFLOW, FORWARD, "", "fp16_master"), (DTYPE, FORWARD, "", "fp16_master")],
-        Planted(lambda: around(nn.Identity()), Precision(mode="fp16_master"), loss=half_sum),
-    ),
-    "an fp32 module that casts back to bf16": (
-        [(DTYPE, FORWARD, "1", "bf16")],
-        Planted(lambda: around(CastBack(WIDTH, bias=False)), Precision(mode="bf16", fp32_modules=["1"])),
-    ),
-    "an fp32 module whose parent uses its weights": (
-        [(DTYPE, FORWARD, "1.linear", "bf16")],
-        Planted(lambda: around(handmade()), Precision(mode="bf16", fp32_modules=["1.linear"])),
-    ),
-    "a compiled model that differs from eager": (
-        [(DIFFERENCE, FORWARD, "", "inductor")],
-        # Without a bias, inductor calls torch's product: a kernel of its own takes it many seconds to make.
-        Planted(lambda: nn.Linear(WIDTH, WIDTH, bias=False), Precision()),
-    ),
-}
-"""Faults in what only the trainer has, and all that must be found."""

@@ -8,8 +8,7 @@ from mantissa.doctor.cause import find_origin, origin
 from mantissa.doctor.tape import Tape
 from mantissa.finding import FORWARD, OVERFLOW
 from mantissa.step.trace import Trace
-from tests.mantissa.doctor.faults import large_ffn
-from tests.mantissa.doctor.planted import BATCH, WIDTH, around, step_of
+from tests.mantissa.doctor.faults import BATCH, WIDTH, around, large_ffn, step_of
 
 
 def test_an_operator_is_found_with_its_place_and_its_way_to_the_loss() -> None:

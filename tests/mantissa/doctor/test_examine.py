@@ -6,12 +6,12 @@ import copy
 import itertools
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,15 @@ from torch.utils.checkpoint import checkpoint
 import mantissa
 from mantissa import UsageError
 from mantissa.__main__ import main
+from mantissa.doctor.checks import TABLE
 from mantissa.doctor.diagnosis import HEALTHY
 from mantissa.errors import FormatError
-from mantissa.finding import BACKWARD, DTYPE, ERROR, FORWARD, INPUT, LOST, MOMENT, OVERFLOW, RATE
+from mantissa.finding import DTYPE, ERROR, INPUT, LOST, MOMENT, OVERFLOW, RATE
 from mantissa.tensors import random_state
-from tests.helpers import PROJECT, same_bits
-from tests.mantissa.doctor.faults import FAULTS, Batch, Own, adam, error, regression, sgd, with_value
+from tests.mantissa.bits import same_bits
+from tests.mantissa.doctor.faults import Batch, Own, adam, error, regression, with_value
+
+PROJECT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(("key", "factor"), [("momentum_buffer", 65536.0), ("exp_avg_sq", 1e12)])
@@ -52,65 +55,9 @@ def test_a_cause_that_cannot_be_found_for_a_fault_of_the_search_is_a_crash(monke
     def crash(*_: Any) -> None:
         raise TypeError("unsupported operand")
 
-    monkeypatch.setattr("mantissa.doctor.diagnosis.find_origin", crash)
+    monkeypatch.setattr("mantissa.doctor.sweep.find_origin", crash)
     report = mantissa.examine(Own(), error, with_value(regression(), 0, 1e30), "fp32")
     assert [finding.kind for finding in report.findings] == ["not finite", "crash"], str(report)
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("exponents that fp32 does not hold", "torch.logsumexp"),
-        ("the gradient of a root at 0", "torch.where and masks leave such a derivative"),
-        ("weights in fp16 under a scaler", "GradScaler takes no gradients in float16"),
-    ],
-)
-def test_what_has_no_setting_has_a_hint(name: str, hint: str) -> None:
-    report = FAULTS[name].examined()
-    assert hint in report.findings[0].detail, str(report)
-    assert "fp16+scaler 65536 ok" not in str(report)
-
-
-def test_bf16_is_no_cure_of_rounding_in_fp16() -> None:
-    model = Own(lambda own, x: x + torch.arange(3000.0, 3032.0).to(x.dtype) - 3000)
-    report = mantissa.examine(model, error, regression(), "fp16", torch.optim.AdamW(model.parameters(), 1e-3))
-    assert report.findings[0].kind == ERROR, str(report)
-    assert not any("bfloat16" in cure for cure in report.findings[0].cure), str(report)
-
-
-class Centred(Own):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x - 2000)
-        return y
-
-
-@pytest.mark.parametrize(
-    ("build", "change"),
-    [
-        (Centred, lambda x: 2000 + x),
-        (Own, lambda x: torch.where(torch.arange(8) == 3, 257.0, x)),
-        (Own, lambda x: 2 + x),
-        (lambda: nn.Sequential(nn.Linear(128, 1), nn.Flatten(0)), lambda x: torch.cat([*[x] * 15, 8 + 0.01 * x], 1)),
-    ],
-    ids=["centred before it is rounded", "a constant that bf16 does not hold", "not centred", "features of one unit"],
-)
-def test_data_that_bf16_tells_apart_is_no_fault(
-    build: Callable[[], nn.Module], change: Callable[[Tensor], Tensor]
-) -> None:
-    model, batches = build(), [{**batch, "x": change(batch["x"])} for batch in regression()]
-    report = mantissa.examine(model, error, batches, "bf16", torch.optim.AdamW(model.parameters(), 1e-3))
-    assert (report.verdict, report.findings) == (HEALTHY, []), str(report)
-
-
-@pytest.mark.parametrize("scale", [10, 0.1])
-def test_targets_that_the_loss_centres_are_not_rounded_for_the_spread(scale: float) -> None:
-    def centred(model: nn.Module, batch: Batch) -> Tensor:
-        return F.mse_loss(model(batch["x"]), (batch["y"].double() - 1e6).float() / scale)
-
-    batches = [{**batch, "y": 1e6 + scale * batch["y"].double()} for batch in regression()]
-    model = Own()
-    report = mantissa.examine(model, centred, batches, "bf16", torch.optim.AdamW(model.parameters(), 1e-3))
-    assert (report.verdict, report.findings, report.diagnosis.notes) == (HEALTHY, [], []), str(report)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
@@ -128,14 +75,6 @@ def test_sparse_data_are_examined(layout: torch.layout, rate: float) -> None:
     assert not any("sparse" in each for each in report.diagnosis.budget.left_out), str(report)
 
 
-def test_a_rate_that_explodes_and_comes_back_is_told_with_its_peak() -> None:
-    model = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))
-    batches = [{**batch, "y": torch.randn(16)} for batch in regression()]
-    finding = mantissa.examine(model, error, batches, "fp32", torch.optim.Adam(model.parameters(), 1.0)).findings[0]
-    assert finding.kind == RATE
-    assert re.search(r"to [\d.]+ \(at most [\d.e+]+\) in \d+ steps, and to ", finding.detail), finding.detail
-
-
 def test_columns_of_a_table_that_bf16_does_not_tell_apart_are_a_note() -> None:
     batches = [{**each, "x": torch.cat([each["x"][:, :6], 100 + 0.1 * each["x"][:, 6:]], 1)} for each in regression()]
     model = Own()
@@ -151,15 +90,6 @@ def test_weights_in_no_group_of_the_optimizer_are_named() -> None:
     report = mantissa.examine(model, error, regression(), "bf16", torch.optim.SGD([named[0][1]], 1e-3))
     left = f"in no group of the optimizer, but with a gradient: {len(named) - 1} parameter"
     assert any(left in note for note in report.diagnosis.notes), str(report)
-
-
-def test_what_fp32_rounds_to_a_logarithm_of_0_is_not_beyond_its_range() -> None:
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        return (1 - torch.sigmoid(error(model, batch) + 18)).log()
-
-    report = mantissa.examine(Own(), loss, regression(), "bf16")
-    assert "fp64 does not round what it is given, and is finite" in report.findings[0].detail, str(report)
-    assert "beyond fp32's range, or lost in its rounding" in str(report)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -325,80 +255,6 @@ def test_batches_may_have_no_end() -> None:
     assert mantissa.examine(Own(), error, batches, "bf16").verdict == HEALTHY
 
 
-def differential(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss of an equation of derivatives, which are taken in the forward pass."""
-    x = batch["x"].requires_grad_()
-    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    return (slope.sum(-1) - batch["y"]).square().mean()
-
-
-def filtering() -> nn.Module:
-    """A model with complex weights, which have a reference of their own."""
-    model = Own(lambda own, x: torch.fft.irfft(torch.fft.rfft(x.float()) * own.get_parameter("gain"), n=32))
-    model.gain = nn.Parameter(torch.ones(17) + 0.5j)
-    return model
-
-
-def critic(model: nn.Module, batch: Batch) -> Tensor:
-    """A loss that runs a part of the model without gradients on purpose."""
-    with torch.no_grad():
-        made = model["generator"](batch["x"])  # type: ignore[index]
-    judge: nn.Module = model["critic"]  # type: ignore[index]
-    return F.softplus(judge(made)).mean() + F.softplus(-judge(batch["x"])).mean()
-
-
-def solved_at_first() -> list[Batch]:
-    """Batches of which the first has a loss of 0, which says nothing of the others."""
-    batches = regression()
-    batches[0]["y"] = Own()(batches[0]["x"]).detach() + 1e-4
-    return batches
-
-
-UNUSUAL: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[], list[Batch]], Any]] = {
-    "derivatives in the loss": (Own, differential, regression, adam()),
-    "complex weights": (filtering, error, regression, adam()),
-    "a part without gradients": (
-        lambda: nn.ModuleDict({"generator": nn.Linear(8, 8), "critic": nn.Linear(8, 1)}),
-        critic,
-        regression,
-        adam(),
-    ),
-    "a first loss of 0": (Own, error, solved_at_first, adam()),
-    "a loss below 0": (Own, lambda model, batch: 0.1 - model(batch["x"]).mean(), regression, sgd(0.3)),
-}
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", UNUSUAL)
-def test_nothing_is_found_in_an_unusual_step(name: str, precision: str) -> None:
-    build, loss, data, optimizer = UNUSUAL[name]
-    model, batches = build(), data()
-    report = mantissa.examine(model, loss, batches, precision, optimizer(model.parameters()))
-    assert (report.verdict, report.diagnosis.budget.left_out) == (HEALTHY, []), str(report)
-    assert [trial.status for trial in report.diagnosis.sweep][:2] == ["ok", "ok"]
-    assert not any(batch["x"].requires_grad for batch in batches)
-
-
-def test_islands_keep_other_modules_away_from_the_largest_number() -> None:
-    """The second scaled layer is finite in this step, and within a factor of 2 of what fp16 holds."""
-
-    class Scaled(nn.Module):
-        def __init__(self, size: float) -> None:
-            super().__init__()
-            self.size = size
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.size * torch.tanh(x).half() / self.size if torch.is_autocast_enabled("cpu") else torch.tanh(x)
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), Scaled(4e5), nn.Linear(8, 8), Scaled(6e4), nn.Linear(8, 1), nn.Flatten(0))
-    batches = [{"x": 9 * batch["x"], "y": batch["y"]} for batch in regression()]
-    report = mantissa.examine(model, error, batches, "fp16", torch.optim.SGD(model.parameters(), 1e-4))
-    islands = report.diagnosis.islands
-    assert islands is not None
-    assert sorted(islands.modules) == ["1", "3"], str(report)
-
-
 def test_an_unknown_command_is_answered_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["examine"]) == 2
     assert capsys.readouterr().err == "examine is no command; use one of doctor, compare, checkup\n"
@@ -410,44 +266,17 @@ def test_the_command_says_what_a_function_must_return(given: str, capsys: pytest
     assert capsys.readouterr().err.startswith(given)
 
 
-class Recomputed(nn.Module):
-    """Layers with dropout whose activations are recomputed, and two linear layers around them."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last, self.reentrant = nn.Linear(8, 32), nn.Linear(32, 1), reentrant
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.2), nn.BatchNorm1d(32), nn.GELU()) for _ in range(2)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        return self.last(x).squeeze(-1)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_modules_that_are_recomputed_are_examined(reentrant: bool) -> None:
-    model = Recomputed(reentrant)
-    report = mantissa.examine(model, error, regression(), "bf16", adam()(model.parameters()))
-    assert (report.verdict, report.diagnosis.budget.left_out, report.diagnosis.notes) == (HEALTHY, [], []), str(report)
-    modules = report.diagnosis.modules
-    assert modules is not None
-    assert {row.direction for row in modules.rows if row.module.startswith("layers.1.")} == {FORWARD, BACKWARD}
-    assert max(row.ratio for row in modules.rows) < 0.8
-
-
 @pytest.mark.parametrize(
-    "part", ["manifest", "fp16_range", "gradients", "harmful_errors", "wrong_gradients", "divergence"]
+    "part", ["manifest", "gradients", "range", "data", "modules", "whole gradients", "state", "divergence"]
 )
 def test_any_check_that_crashes_is_never_healthy(part: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def crash(*_: Any, **__: Any) -> None:
         raise TypeError("unsupported operand")
 
-    monkeypatch.setattr(f"mantissa.doctor.diagnosis.{part}", crash)
-    report = mantissa.examine(Own(), error, regression(), "fp16")
+    table = [replace(check, find=crash) if part in (check.part, check.name) else check for check in TABLE]
+    monkeypatch.setattr("mantissa.doctor.diagnosis.TABLE", table)
+    model = Own()
+    report = mantissa.examine(model, error, regression(), "fp16", torch.optim.AdamW(model.parameters()))
     assert (report.verdict, report.diagnosis.exit_code) == ("CRASHED", 3), str(report)
     assert "raise TypeError" in report.write(tmp_path).read_text()
 
@@ -546,12 +375,6 @@ def test_autocast_of_the_loss_itself_says_the_precision(
     assert said in str(report).splitlines()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure"])
-def test_a_healthy_loss_with_its_own_autocast_is_healthy(precision: str) -> None:
-    report = mantissa.examine(Own(), entering(torch.bfloat16), regression(), precision)
-    assert (report.verdict, report.diagnosis.budget.left_out) == (HEALTHY, []), str(report)
-
-
 @pytest.mark.parametrize("returned", [lambda loss: loss, Tensor.detach, Tensor.item])
 def test_a_loss_that_calls_backward_is_said_to_be_so(returned: Callable[[Tensor], Any]) -> None:
     def loss(model: nn.Module, batch: Batch) -> Any:
@@ -625,14 +448,6 @@ def test_updates_that_are_not_measured_are_not_healthy() -> None:
     report = mantissa.examine(model, error, regression(), "bf16_pure", Lamb(model.parameters(), 1e-1))
     left_out = report.diagnosis.budget.left_out
     assert (report.verdict, left_out) == ("INCOMPLETE", ["updates (Lamb treats elements together)"]), str(report)
-
-
-def test_losses_are_shown_where_those_of_the_formats_differ() -> None:
-    model = Own(lambda own, x: x + 3e3 - 3e3)
-    sweep = str(mantissa.examine(model, error, regression(), "fp16", checks=["formats"])).splitlines()[1]
-    assert re.fullmatch(r"(\S+( 65536)? ok \(loss [\d.]+\)( · |$))+", sweep), sweep
-    sweep = str(mantissa.examine(Own(), error, regression(), "fp16", checks=["formats"])).splitlines()[1]
-    assert sweep == "fp64 ok · fp32 ok · bf16 ok · fp16 ok · fp16+scaler 65536 ok"
 
 
 def test_a_command_that_is_printed_can_be_pasted(tmp_path: Path) -> None:

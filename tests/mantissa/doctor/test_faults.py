@@ -1,26 +1,23 @@
-"""Every planted fault is named exactly: its kind, its place, and a cure that was tried."""
+"""The corpus: every fault is named exactly, with a cure that was tried; in a healthy step nothing is found."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
-from torch import nn
 
-from evidence.doctor.step import step_of as step_of_trainer
-from mantissa.doctor import compiled
-from mantissa.doctor.diagnosis import CHECKS, FOUND, diagnose
-from mantissa.doctor.examine import take
-from mantissa.doctor.sweep import DIFFERS
-from mantissa.finding import DIFFERENCE
-from mantissa.step.step import Gradients, Step
-from tests.mantissa.doctor.faults import FAULTS, TRAINED, miscompiling
-from tests.mantissa.doctor.planted import WIDTH, step_of
+from mantissa.doctor import diagnosis
+from mantissa.doctor.diagnosis import FOUND
+from mantissa.finding import CRASH, DIFFERENCE, MEANINGS
+from tests.mantissa.doctor.faults import FAULTS
+from tests.mantissa.doctor.healthy import HEALTHY
+
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "doctor.md"
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_in_a_loop_is_named(name: str) -> None:
+def test_a_fault_is_named(name: str) -> None:
     fault, report = FAULTS[name], FAULTS[name].examined()
     assert (report.verdict, report.diagnosis.exit_code, report.diagnosis.budget.left_out) == (FOUND, 7, []), str(report)
     finding = report.findings[0]
@@ -29,24 +26,22 @@ def test_a_fault_in_a_loop_is_named(name: str) -> None:
     assert finding.format == (fault.format or finding.format)
     assert fault.line in finding.line, str(report)
     assert any(fault.cure in cure for cure in finding.cure or [""]), str(report)
+    assert tuple(other.kind for other in report.findings[1:]) == fault.besides, str(report)
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_a_fault_in_the_trainer_is_named(name: str) -> None:
-    expected, planted = TRAINED[name]
-    compiles = "compiled" in name
-    with miscompiling() if compiles else nullcontext():
-        taken = take(step_of_trainer(planted.trainer()))
-        taken.step.compiles = compiles
-        diagnosis = diagnose(taken, tuple(check for check in CHECKS if check != "islands"), time_budget_s=600)
-    found = [(finding.kind, finding.direction, finding.module, finding.format) for finding in diagnosis.findings]
-    assert (diagnosis.verdict, found, diagnosis.budget.left_out) == (FOUND, expected, [])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(
+    ("name", "precision"), [(name, precision) for name, step in HEALTHY.items() for precision in step.precisions]
+)
+def test_nothing_is_found_in_a_healthy_step(name: str, precision: str) -> None:
+    report = HEALTHY[name].examined(precision)
+    result = report.diagnosis
+    assert (report.verdict, report.findings, result.budget.left_out) == (diagnosis.HEALTHY, [], []), str(report)
+    assert [trial.status for trial in result.sweep][:2] == ["ok", "ok"]
 
 
-def test_gradients_of_compiled_code_that_are_nan_are_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(step: Step) -> Gradients:
-        return {name: each * float("nan") for name, each in step.as_run().true_gradients().items()}
-
-    monkeypatch.setattr(compiled, "_compiled", broken)
-    trial, (finding,) = compiled.compiled_trial(step_of(lambda: nn.Linear(WIDTH, WIDTH)))
-    assert (trial.status, finding.kind) == (DIFFERS, DIFFERENCE)
+def test_every_kind_of_fault_is_planted_and_in_the_docs() -> None:
+    elsewhere = {CRASH, DIFFERENCE}  # a check has to crash, and a compiler to err
+    assert {fault.kind for fault in FAULTS.values()} | elsewhere == set(MEANINGS)
+    table = [line.split("|")[1] for line in DOCS.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    assert MEANINGS.keys() <= {name.strip() for row in table for name in row.split(",")}

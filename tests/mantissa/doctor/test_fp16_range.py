@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from mantissa.doctor.fp16_range import HIGHEST, LOWEST, Exponents, fp16_range
-from tests.mantissa.doctor.planted import BATCH, TINY, WIDTH, around, step_of, step_of_run
+from mantissa.doctor.budget import Budget
+from mantissa.doctor.fp16_range import HIGHEST, LOWEST, Exponents, Range, fp16_range
+from mantissa.step.step import Step
+from tests.mantissa.doctor.faults import WIDTH, Block, around, step_of
 
 
 def test_what_a_scale_loses_is_what_fp16_rounds_to_0() -> None:
@@ -31,30 +34,43 @@ def test_numbers_beyond_the_histogram_are_counted_at_its_ends() -> None:
     assert (layer.counts[0], layer.counts[-1], layer.counts.sum()) == (1, 1, 2)
 
 
+def measured(step: Step) -> Range:
+    return fp16_range(step, Budget(600, step))
+
+
 def test_a_format_with_fp32s_range_needs_no_scale() -> None:
-    found = fp16_range(step_of_run(*TINY["bignet"], "precision=bf16"))
-    assert (found.findings, found.text()) == ([], "scale: not needed")
-    assert found.notes == []
-    assert sum(layer.counts.sum().item() for layer in found.rows) > 0
+    scales = measured(step_of(lambda: around(nn.LayerNorm(WIDTH))))
+    assert (scales.findings, scales.highest, scales.notes) == ((), None, ())
+    assert sum(layer.counts.sum().item() for layer in scales.rows) > 0
+
+
+class Recomputed(nn.Module):
+    """A block whose activations are recomputed."""
+
+    def __init__(self, recomputed: bool) -> None:
+        super().__init__()
+        self.block, self.recomputed = Block(), recomputed
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.block, x, use_reentrant=False) if self.recomputed else self.block(x)
+        return y
 
 
 def test_microbatches_and_recomputed_blocks_are_counted_once() -> None:
-    fp16 = (*TINY["bignet"], "precision=fp16")
-    whole = fp16_range(step_of_run(*fp16))
-    parts = fp16_range(step_of_run(*fp16, "micro_batch_size=8", "activation_checkpointing=blocks"))
+    whole = measured(step_of(lambda: around(Recomputed(False)), "fp16"))
+    parts = measured(step_of(lambda: around(Recomputed(True)), "fp16", accumulate=2))
     for one, other in zip(whole.rows, parts.rows, strict=True):
         assert (one.module, one.tensor, one.half) == (other.module, other.tensor, other.half)
-        calls = 1 if one.tensor == "output" else 2  # each microbatch has its own gradient of a weight
-        assert calls * (one.counts.sum() + one.zeros) == other.counts.sum() + other.zeros
+        assert 2 * (one.counts.sum() + one.zeros) == other.counts.sum() + other.zeros
 
 
 def test_the_highest_scale_holds_the_largest_gradient_of_any_microbatch() -> None:
-    step = step_of(lambda: around(nn.Linear(WIDTH, WIDTH)), "fp16", micro_batch_size=BATCH // 2)
-    step.microbatches[0]["x"] *= 64
-    highest = fp16_range(step).highest
+    step = step_of(lambda: around(nn.Linear(WIDTH, WIDTH)), "fp16", accumulate=2)
+    next(iter(step.microbatches[0].values())).mul_(64)
+    highest = measured(step).highest
     assert highest is not None
-    passes = step.as_run()
-    passes.scale = 2.0**highest
-    assert not passes.run().nonfinite
-    passes.scale = 2.0 ** (highest + 2)
-    assert passes.run().nonfinite
+    replay = step.as_run()
+    replay.scale = 2.0**highest
+    assert not replay.run().nonfinite
+    replay.scale = 2.0 ** (highest + 2)
+    assert replay.run().nonfinite

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from evidence.doctor.step import step_of as step_of_trainer
-from mantissa.doctor.cause import find_origin
-from mantissa.doctor.cures import find_islands, measure_cost
 from mantissa.doctor.dtypes import explicit_casts
 from mantissa.finding import BACKWARD, FORWARD
 from mantissa.formats import FORMATS
@@ -21,9 +17,9 @@ from mantissa.step.loop import LoopStep
 from mantissa.step.step import Replay, Step
 from mantissa.step.trace import Op, Trace
 from mantissa.tensors import random_state
+from tests.evidence.doctor.planted import TINY, Planted, step_of, step_of_run
 from tests.helpers import copied, fit, same_bits, trainer_of
-from tests.mantissa.doctor.faults import Computes, large_ffn
-from tests.mantissa.doctor.planted import BATCH, TINY, WIDTH, Block, Planted, around, step_of, step_of_run
+from tests.mantissa.doctor.faults import BATCH, WIDTH
 from trainer.precision.modes import Precision
 from trainer.trainer import Trainer
 
@@ -193,56 +189,3 @@ def test_backward_operators_belong_to_modules_that_ran(recipe: str, recomputed: 
         assert not names or module in names, (module, direction, names)
     if linear:
         assert {module for module, direction, _ in products if direction == BACKWARD} >= linear.keys() & forward
-
-
-def overflowing_twice() -> nn.Module:
-    """Two layers. Each overflows in fp16, also without the other."""
-    return nn.Sequential(Block(), large_ffn(), nn.LayerNorm(WIDTH), large_ffn(), Block())
-
-
-ONCE: Callable[[], nn.Module] = lambda: around(large_ffn())  # noqa: E731
-
-
-@pytest.mark.parametrize(("model", "expected"), [(ONCE, ["1.wo"]), (overflowing_twice, ["1.wo", "3.wo"])])
-def test_islands_are_1_minimal_and_have_a_price(model: Callable[[], nn.Module], expected: list[str]) -> None:
-    case = step_of(model, "fp16")
-    broken = case.as_run()
-    broken.run_with_backoff()
-    finding = find_origin(broken, "fp16")
-    assert finding is not None
-    innocent = replace(finding, module="0")  # in fp32 it is no cure, and is left out at last
-    islands = find_islands(case, innocent, lambda other: [], lambda: True)
-    assert islands is not None
-    assert (islands.modules, islands.minimal) == (expected, True)
-    assert not case.in_fp32(expected).as_run().run_with_backoff().nonfinite
-    for name in expected:
-        left = [other for other in expected if other != name]
-        assert case.in_fp32(left).as_run().run_with_backoff().nonfinite
-    islands.cost = measure_cost(case, islands)
-    assert islands.text(case.remedies).startswith(f"{case.remedies.modules(islands.fp32_modules)}  (")
-    price_text = r"  \([+-][\d.]+ (B|KiB|MiB)\)$"
-    assert re.search(price_text, islands.text(case.remedies))
-
-
-def test_a_cure_holds_on_the_batches_of_following_steps() -> None:
-    """The second layer overflows, too, where its input is not 0, as in this step."""
-    case = step_of(
-        lambda: Computes(
-            lambda own, x: own.one(x) + own.two(x * x[:, :1].abs().sign()), one=large_ffn(), two=large_ffn()
-        ),
-        "fp16",
-    )
-    case.microbatches[0]["x"][:, 0] = 0
-    finding = find_origin(case.as_run(), "fp16")
-    assert finding is not None
-    assert finding.module == "one.wo"
-    islands = find_islands(case, finding, lambda other: [], lambda: True)
-    assert islands is not None
-    assert islands.modules == ["one.wo", "two.wo"]
-
-
-def test_a_search_without_time_finds_nothing() -> None:
-    case = step_of(ONCE, "fp16")
-    finding = find_origin(case.replay(FORMATS["fp16"]), "fp16")
-    assert finding is not None
-    assert find_islands(case, finding, lambda other: [], lambda: False) is None

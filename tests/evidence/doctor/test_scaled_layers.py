@@ -45,12 +45,12 @@ def test_a_healthy_model_has_no_finding(mode: str) -> None:
     checks = tuple(name for name in CHECKS if name not in ("divergence", "islands"))
     diagnosis = diagnose(of_overrides((*TINY, f"precision={mode}"), 1)[0], checks, time_budget_s=600)
     assert (diagnosis.verdict, diagnosis.findings, diagnosis.budget.left_out) == (HEALTHY, [], [])
-    assert diagnosis.modules is not None
-    assert diagnosis.modules.notes == []
-    lost = [row for row in diagnosis.modules.rows if row.kind == UNDERFLOW]
+    errors = diagnosis.examined["modules"]
+    assert errors.notes == ()
+    lost = [row for row in errors.rows if row.kind == UNDERFLOW]
     assert sorted(dict.fromkeys(row.module for row in lost)) == sorted(LAYERS)
     assert {row.direction for row in lost} == {FORWARD, BACKWARD}
-    worst = max(diagnosis.modules.rows, key=lambda row: row.ratio)
+    worst = max(errors.rows, key=lambda row: row.ratio)
     assert worst.ratio < 0.8, worst
 
 

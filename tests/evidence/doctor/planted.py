@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evidence.doctor.step import step_of as step_of_trainer
 from mantissa.step.step import Step
 from tests.helpers import Arrays, NoData, trainer_of
+from tests.mantissa.doctor.faults import BATCH, mean_square, noise
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets
@@ -22,9 +22,6 @@ from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler, Scaler
 from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
 from trainer.trainer import Trainer
-
-BATCH = 8
-WIDTH = 32
 
 _TOKENS = ("data=synthetic", "data.vocab_size=90", "batch_size=4")
 TINY = {
@@ -106,31 +103,3 @@ class PlantedRecipe(Recipe):
 
     def loss(self, model: Any, batch: Batch) -> LossOutput:
         return LossOutput(self.planted.loss(model(batch["x"]), batch), {})
-
-
-def noise(*shape: int, size: float = 1.0) -> dict[str, Tensor]:
-    """Return normal inputs of this size, 64 samples of ``shape`` (default: one vector of WIDTH)."""
-    return {"x": size * torch.randn(64, *(shape or (WIDTH,)))}
-
-
-def mean_square(output: Tensor, batch: Batch) -> Tensor:
-    """Return the mean square of each sample, summed, in fp32."""
-    return output.float().flatten(1).square().mean(1).sum()
-
-
-class Block(nn.Module):
-    """A residual layer: Linear, GELU, Linear."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.down(F.gelu(self.up(x)))
-        return result
-
-
-def around(layer: nn.Module, width: int = WIDTH) -> nn.Sequential:
-    """Return a model of a block, the layer, a block: ``layer`` is submodule 1."""
-    return nn.Sequential(Block(width), layer, Block(width))

@@ -1,0 +1,93 @@
+"""The checks of a step, in order, and what each of them needs and comes after: read as data, by ``diagnose``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from mantissa.doctor.budget import Budget
+from mantissa.doctor.compiled import compiled
+from mantissa.doctor.data import data
+from mantissa.doctor.dtypes import manifest
+from mantissa.doctor.fp16_range import fp16_range
+from mantissa.doctor.gradients import gradients
+from mantissa.doctor.module_errors import module_errors
+from mantissa.doctor.training import divergence
+from mantissa.doctor.updates import state_updates, updates
+from mantissa.doctor.whole_gradients import whole_gradients
+from mantissa.finding import DIVERGENCE, DTYPE, ERROR, FORWARD, LOST, UPDATE, Examined, Finding
+from mantissa.step.step import Step
+
+SWEEP, ISLANDS = "formats", "islands"
+"""Names of the format sweep and of the search for cures among the checks."""
+COMPILED = "compiled step"
+RUNS, FINITE, EXACT = "the run's format raises nothing", "the step is finite in it", "the step is finite in fp32"
+"""What the format sweep says of a step, before the checks."""
+Sort = tuple[str, str]
+"""A kind of faults and their direction."""
+STORED, LOST_UPDATES = (DTYPE, FORWARD), (LOST, UPDATE)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check: what it does, of which steps, and after which faults."""
+
+    name: str
+    """Name among ``checks``."""
+    find: Callable[[Step, Budget], Examined]
+    part: str = ""
+    """Name of the part where a check has several; empty: that of the check."""
+    needs: frozenset[str] = frozenset({FINITE})
+    only_compiled: bool = False
+    """Whether it is of runs that compile."""
+    only_half: bool = False
+    """Whether it is of formats that compute in 16 bits alone."""
+    only_half_weights: bool = False
+    """Whether it is of formats that keep weights in 16 bits alone."""
+    after: frozenset[Sort] | None = None
+    """The faults after which it is made; after others it says nothing new. None: after any."""
+    always_measures: bool = False
+    """Whether it is made after others, too, for its table: what it finds then is not told."""
+    of_cured: bool = False
+    """Whether it examines the step that is cured of the faults before it."""
+    unplaced: str = ""
+    """Kind of its faults that may show nowhere: such a one is where a cure changes something."""
+    finds_half: bool = False
+    """Whether fp32 in some places may cure what it finds."""
+
+    def applies_to(self, step: Step) -> bool:
+        """Return whether it is of such a step."""
+        format = step.format
+        return not (
+            (self.only_compiled and not step.compiles)
+            or (self.only_half and format.half is None)
+            or (self.only_half_weights and not format.only_half)
+        )
+
+    def is_after(self, findings: Iterable[Finding]) -> bool:
+        """Return whether it says something new after these."""
+        return self.after is None or all((finding.kind, finding.direction) in self.after for finding in findings)
+
+
+NOTHING: frozenset[Sort] = frozenset()
+TABLE = (
+    Check(SWEEP, compiled, COMPILED, after=NOTHING, only_compiled=True),
+    Check("manifest", manifest, needs=frozenset({RUNS})),
+    Check("gradients", gradients),
+    Check(
+        "range",
+        fp16_range,
+        needs=frozenset({RUNS, EXACT}),
+        after=NOTHING,
+        always_measures=True,
+        finds_half=True,
+    ),
+    Check("data", data, after=frozenset({STORED}), only_half=True),
+    Check("modules", module_errors, after=frozenset({STORED}), unplaced=ERROR, finds_half=True),
+    Check("modules", whole_gradients, "whole gradients", after=frozenset({STORED}), unplaced=ERROR, finds_half=True),
+    Check("updates", updates, only_half_weights=True),
+    Check("state", state_updates),
+    Check("divergence", divergence, after=frozenset({LOST_UPDATES}), of_cured=True, unplaced=DIVERGENCE),
+)
+CHECKS = (*dict.fromkeys(check.name for check in TABLE), ISLANDS)
+"""Names of all that can be asked for."""

@@ -1,0 +1,166 @@
+"""Why training explodes, or learns nothing, in fp32 as well: the data, the loss, the optimizer, or its rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from mantissa.display import dtype_name
+from mantissa.doctor.outliers import find_outlier, without_outliers
+from mantissa.finding import INPUT, MOMENT, RATE, SCALE, UNDERFLOW, UPDATE, Finding
+from mantissa.formats import FP32
+from mantissa.step.step import Batch, Replay, Step
+from mantissa.step.trace import Trace
+from mantissa.tensors import moments
+
+_EXPLODED = 10.0
+"""Training explodes where the loss becomes so many times that of weights that stand still, and does not fall below half
+of that again."""
+_NO_PROGRESS, _CLEAR_PROGRESS = 0.03, 0.15
+"""Of its size: training learns nothing if the loss falls by less than the first, and what lets it fall by more than
+the second is the cause."""
+_FACTOR, _TINY = 16.0, 1e-3
+"""From the first on a constant factor of the loss is tried as the cause; gradients below the second one, as a share of
+the optimizer's eps, move no weight."""
+_RATES = tuple(10.0**-power for power in range(1, 9))
+
+
+@dataclass(frozen=True)
+class _Cause:
+    """What may be the cause, and the steps without it."""
+
+    finding: Finding
+    step: Step
+    batches: list[list[Batch]]
+    times: float = field(default=1.0)
+    """Factor between the losses of the run and those without the cause."""
+
+
+def explosion(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding | None:
+    """Return why training explodes or learns nothing in the reference; None: it does neither, or nothing cures it.
+
+    What is named was changed, and the same steps were trained again.
+
+    Args:
+        step: the first step.
+        batches: the microbatches of each step.
+        exact: the losses in the reference, fp64.
+    """
+    # Most often it learns: then nothing is trained again.
+    if not _explodes(exact, exact[:1]) and _learned(exact, exact[:3]) > _CLEAR_PROGRESS:
+        return None
+    still = losses_of(step.at_rate(0.0).reference(), batches)
+    explodes = _explodes(exact, still)
+    if not explodes and _learned(exact, still) > _NO_PROGRESS:
+        return None
+
+    broken = (~exact.isfinite()).nonzero()
+    peak = f" (at most {exact.max():.4g})" * explodes  # from which it may have come back
+    last = f"{exact[-1]:.4g}{peak}" if not len(broken) else f"not finite at step {step.number + int(broken[0])}"
+    went = f"in {dtype_name(step.exact_dtype)} the loss goes from {exact[0]:.4g} to {last} in {len(exact)} steps"
+
+    # The first change after which it learns names the cause.
+    rises = False
+    for cause in _causes(step, batches, explodes):
+        losses = cause.times * losses_of(cause.step.exact(), cause.batches)
+        least = 0.0 if explodes or cause.finding.kind == UNDERFLOW else _CLEAR_PROGRESS
+        if not _explodes(losses, still) and _learned(losses, still) > least:
+            return replace(cause.finding, detail=f"{went}, and to {losses[-1]:.4g} {cause.finding.detail}")
+        rises |= explodes and cause.finding.kind == RATE and _learned(losses, still) < 0
+    if not rises:
+        return None
+    detail = f"{went}, and it rises with much lower learning rates, too, as with a wrong sign, or weight decay"
+    return Finding(RATE, UPDATE, "", FP32.name, detail=detail)
+
+
+def _causes(step: Step, batches: list[list[Batch]], explodes: bool) -> Iterator[_Cause]:
+    """Yield what may be the cause, the likeliest first."""
+    if step.moments:
+        name, key, times = _largest_state(step)
+        state = f"{key} of {name}"
+        detail = (
+            f"with a fresh state of the optimizer; the largest, {state}, is {times:.3g} times the gradient of this step"
+        )
+        finding = _finding(MOMENT, detail, step.remedies.fresh_state, name.rpartition(".")[0], state)
+        yield _Cause(finding, step.with_fresh_state(), batches)
+
+    if explodes and (sample := find_outlier(batch for microbatches in batches for batch in microbatches)):
+        number = step.number + sample.batch // len(batches[0])
+        detail = f"with usual samples in the place of such; in step {number}, {sample}"
+        finding = _finding(INPUT, detail, f"leave out {sample.place}, and others like it", tensor=sample.place)
+        yield _Cause(finding, step, [list(map(without_outliers, microbatches)) for microbatches in batches])
+
+    yield from _factors(step, batches, explodes)
+
+    for rate in _RATES if explodes else _RATES[:2]:
+        finding = _finding(RATE, f"with {rate:g} times the learning rate", step.remedies.rate(rate))
+        yield _Cause(finding, step.at_rate(rate), batches)
+
+
+def _factors(step: Step, batches: list[list[Batch]], explodes: bool) -> Iterator[_Cause]:
+    """Yield the loss, times a constant: too large for the optimizer, or gradients below its eps."""
+    factor, line = _factor(step.reference())
+    detail, cure = f"if the gradients are not multiplied by {factor:g}, as the loss is", "no factor in this line"
+    gradients = step.exact().true_gradients() if step.eps and not explodes else {}
+    largest = max((gradient.abs().max().item() for name, gradient in gradients.items() if name), default=0.0)
+    small = 0 < largest < step.eps
+    if small and largest < factor * step.eps:  # a factor in a line is not the reason, or not the only one
+        factor, line, cure = largest, "", f"multiply the loss by {1 / largest:.1g}, or a much lower eps"
+        detail = f"if the loss is multiplied by {1 / largest:.1g}: its largest gradient is below eps = {step.eps:g}"
+    if small or (explodes and factor >= _FACTOR):
+        kind = UNDERFLOW if small and largest < _TINY * step.eps else SCALE
+        yield _Cause(_finding(kind, detail, cure, line=line), step.with_loss_times(1 / factor), batches, factor)
+
+
+def _finding(kind: str, detail: str, cure: str, module: str = "", tensor: str = "", line: str = "") -> Finding:
+    return Finding(kind, UPDATE, module, FP32.name, detail=detail, cure=(cure,), tensor=tensor, line=line)
+
+
+def losses_of(replay: Replay, batches: list[list[Batch]]) -> Tensor:
+    """Train some steps, and return their losses, fp64."""
+    return torch.tensor(replay.train(batches), dtype=torch.float64)
+
+
+def _largest_state(step: Step) -> tuple[str, str, float]:
+    """Return the parameter and the key of the state that is the largest beside the gradient, and how many times."""
+    gradients = step.reference().run().gradients
+    sizes = []
+    for name, state in step.moments.items():
+        gradient = gradients.get(name)
+        if gradient is None or gradient.is_sparse:
+            continue
+        for key, value in moments(state, gradient).items():
+            size = value.double().sqrt() if key.endswith("_sq") else value.double()
+            sizes.append((size.norm().item() / max(gradient.double().norm().item(), 1e-30), key, name))
+    times, key, name = max(sizes, default=(0.0, "", ""))
+    return name, key, times
+
+
+def _factor(replay: Replay) -> tuple[float, str]:
+    """Return the constant that the code multiplies the mean loss by at last, and the line."""
+    trace = Trace(replay.model, lines=True)
+    node = replay.forward(trace).grad_fn
+    constants = [getattr(node, f"_saved_{side}", None) for side in ("self", "other")]
+    numbers = [abs(constant.item()) for constant in constants if constant is not None and constant.numel() == 1]
+    if replay.step.sums_loss or node is None or len(numbers) != 1 or not numbers[0]:
+        return 1.0, ""
+    factor = {"MulBackward0": numbers[0], "DivBackward0": 1 / numbers[0]}.get(node.name(), 1.0)
+    return factor, str(trace.line_of(node) or "")
+
+
+def _learned(losses: Tensor, still: Tensor) -> float:
+    """Return by which share the last third of the losses is below that of weights that stand still."""
+    third = max(1, len(losses) // 3)
+    last, other = losses[-third:].mean().item(), still[-third:].mean().item()
+    return (other - last) / abs(other) if other else 0.0
+
+
+def _explodes(losses: Tensor, still: Tensor) -> bool:
+    """Return whether losses grow far beyond those of weights that stand still, and stay there, or are not finite."""
+    third, size = max(1, len(losses) // 3), still.abs().mean()
+    away = losses - still
+    grows = bool(away.max() > _EXPLODED * size) and bool(away[-third:].mean() > -size / 2)
+    return grows or not bool(losses.isfinite().all())
