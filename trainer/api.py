@@ -64,7 +64,7 @@ def compose(*given: Config | Recipe | str, **options: Any) -> Config:
         raise UserError('give options, as "key=value" or keywords, with one recipe at most; or a config alone')
     if doubled := [each for each in typed if overrides.key_of(each).partition(".")[0] == "recipe"]:
         raise UserError(f"{doubled[0]} has no effect on a recipe that is given as an object; leave it out")
-    return replace(overrides.compose([f"recipe={UserRecipe.name}", *typed]), recipe=objects[0])
+    return overrides.compose([f"recipe={UserRecipe.name}", *typed], recipe=objects[0])
 
 
 def train(*given: Config | Recipe | str, **options: Any) -> Trained:
