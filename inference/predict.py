@@ -14,7 +14,6 @@ import torch
 from inference.load import Exported
 from inference.options import PredictOptions
 from inference.run_config import RunConfig, configure
-from recipes.data.images.augment import ImageNet
 from recipes.data.images.folder import EXTENSIONS, FolderImages, find_images, numbers
 from recipes.data.images.source import ImageDatasets
 from trainer.config.options import parse
@@ -40,7 +39,7 @@ class Photos(FolderImages):
 
     def __init__(self, files: Sequence[Path], config: dict[str, Any]) -> None:
         super().__init__({"": [str(file) for file in files]}, [""])
-        self.image_size, self.augment = config["image_size"], ImageNet(eval_crop=config["evaluated_part"])
+        self.image_size = config["image_size"]
 
     def decoded(self, index: int) -> tuple[Image.Image, int]:
         """Decode one image; one that cannot be decoded is black, and among ``unreadable``."""

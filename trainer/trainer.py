@@ -344,9 +344,13 @@ class Trainer(Generic[Config]):
             set_random_state(generators, self.device)
         return reported(self.recipe, sums, targets) | self.metrics.values(self.world)
 
+    def lr(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0. The range test overrides this."""
+        return self.config.optimizer.lr * self.config.schedule.factor(step, self.plan.steps)
+
     def _set_lr(self) -> float:
         """Set the learning rate of every group, and return the highest."""
-        lr = self.config.optimizer.lr * self.config.schedule.factor(self.step, self.plan.steps)
+        lr = self.lr(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group[LR_FACTOR]
         return max(group["lr"] for group in self.optimizer.param_groups)

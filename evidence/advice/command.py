@@ -19,6 +19,7 @@ from mantissa.commands import seconds_of
 from mantissa.display import counted, duration
 from trainer.config.compose import check_single, compose
 from trainer.config.options import parse
+from trainer.config.settle import plan_of
 from trainer.files import check_output_dir, in_use, write_json
 from trainer.hardware import detect
 from trainer.run.provenance import git_facts, versions
@@ -40,7 +41,7 @@ def main(arguments: list[str]) -> int:
     config = compose(overrides)
     check_output_dir(config.output_dir)
     hardware = detect(config.device)
-    steps = config.plan(hardware).steps  # mistakes before any work
+    steps = plan_of(config, hardware).steps  # mistakes before any work
     folder = Path(config.output_dir).expanduser() / "advice" / config.recipe.name
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()

@@ -18,8 +18,7 @@ from mantissa.step.step import Built, Remedies, Step
 from mantissa.step.updates import UpdateMeter
 from mantissa.tensors import random_state, set_random_state
 from trainer.config.schema import Config
-from trainer.config.step import Plan
-from trainer.data.contract import Datasets
+from trainer.config.settle import Settled
 from trainer.data.loader import to_device
 from trainer.errors import UserError
 from trainer.hardware import Hardware
@@ -77,7 +76,7 @@ def step_of(trainer: Trainer) -> Step:
     def build(format: str, fp32_modules: list[str], fp32_ops: list[str], as_run: bool) -> Built:
         own = _in_format(config, format, fp32_modules, fp32_ops)
         try:
-            eager = _Eager(replace(plan, config=own), hardware, datasets, prototype)
+            eager = _Eager(replace(plan, config=own), hardware, prototype)
         except UserError as error:
             raise FormatError(str(error)) from error
         return Built(
@@ -139,9 +138,9 @@ def _in_format(config: Config, format: str, fp32_modules: list[str], fp32_ops: l
 class _Eager(Trainer[Config]):
     """A trainer of one process whose model is a copy of a prototype, and whose gradients come from elsewhere."""
 
-    def __init__(self, plan: Plan[Config], hardware: Hardware, datasets: Datasets, prototype: nn.Module) -> None:
+    def __init__(self, plan: Settled[Config], hardware: Hardware, prototype: nn.Module) -> None:
         self._prototype = prototype
-        super().__init__(plan, hardware, World(), datasets)
+        super().__init__(plan, hardware, World())
 
     def first_model(self) -> nn.Module:
         return copy.deepcopy(self._prototype).to(self.device)

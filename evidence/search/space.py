@@ -14,6 +14,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 
 from trainer.config.compose import check_single, compose, key_of
 from trainer.config.options import ONE_PROCESS, Overriding
+from trainer.config.settle import plan_of
 from trainer.errors import UserError, check_choice, check_folder_name, first_line
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def check_space(space: Space, overrides: list[str]) -> Config:
     others = [first | {key: value} for key, values in ends.items() for value in values[1:]]
     configs = [compose([*overrides, *overrides_of(params)]) for params in (first, *others)]
     for config in configs:
-        config.plan(detect(config.device))
+        plan_of(config, detect(config.device))
     return configs[0]
 
 

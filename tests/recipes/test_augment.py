@@ -18,6 +18,7 @@ from recipes.data.images.source import ImageDatasets, ImageSource
 from tests.helpers import CPU, compose
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
+from trainer.config.settle import plan_of
 from trainer.data.contract import Datasets, SampleId
 from trainer.recipe import Decision
 
@@ -159,7 +160,7 @@ def test_odd_shapes_can_be_cut() -> None:
 
 def test_the_choice_reaches_the_data_and_is_recorded_as_what_auto_became() -> None:
     def opened(*overrides: str) -> tuple[Datasets, Config, list[Decision]]:
-        config = compose(*overrides).plan(CPU).config
+        config = plan_of(compose(*overrides), CPU).config
         datasets = config.open_datasets()
         return datasets, *config.with_data(datasets, CPU)
 

@@ -103,9 +103,7 @@ class InitFrom:
         return {"run": self.path.name, "mlflow_run_id": sent, "step": self.step}
 
 
-def adopt(
-    composed: DictConfig, typed: Collection[str], name: str
-) -> tuple[InitFrom | None, dict[str, Any]]:
+def adopt(composed: DictConfig, typed: Collection[str], name: str) -> tuple[InitFrom | None, dict[str, Any]]:
     """Find what ``init_from`` names, and return it with the options that its weights depend on, by dotted key.
 
     Args:

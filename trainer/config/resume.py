@@ -1,8 +1,9 @@
 """Resuming: which earlier run a command continues, and what may differ from it.
 
 One rule: what is recorded counts as typed. ``resume=FOLDER`` composes the command line on the folder's config.json.
-``resume=auto`` and ``resume=same`` compose the command line as it is, find the run by its name, and take from its record
-what is still ``auto`` (``settle.plan``). In every case ``check_same`` refuses what ``may_change`` does not allow.
+``resume=auto`` and ``resume=same`` compose the command line as it is, find the run by its name, and take from its
+record what is still ``auto`` (``settle.plan_of``). In every case ``check_same`` refuses what ``may_change`` does not
+allow.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from trainer.config.command_line import CommandLine
 from trainer.config.explain import explained
 from trainer.config.registration import CONF, flatten, groups, register, root
 from trainer.config.schema import Config
-from trainer.config.settle import plan
+from trainer.config.settle import plan_of
 from trainer.config.step import Plan
 from trainer.data.loader import OnDeviceLoader
 from trainer.errors import UserError
@@ -144,13 +145,12 @@ def may_change(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> b
     return key == "data.on_error" or key.partition(".")[0] in MAY_CHANGE
 
 
-def check_same(earlier: Earlier, flat: dict[str, Any]) -> None:
-    """Refuse to continue a run under a config (``flat``, by dotted keys) that would make it another run.
+def check_same(folder: RunFolder, before: Mapping[str, Any], flat: dict[str, Any]) -> None:
+    """Refuse to continue a run under a config that would make it another run; both by dotted keys.
 
     Raises:
         UserError: names the keys that differ, the recipe first.
     """
-    folder, before = earlier.folder, earlier.recorded
     different = {
         key: values
         for key, values in _differences(before, flat).items()
@@ -211,23 +211,34 @@ def earlier_runs(config: Config) -> list[Earlier]:
     return [Earlier(folder, config.recorded, state_of(folder))]
 
 
-def find_earlier(config: Config, hardware: Hardware, world: World) -> tuple[Earlier, Plan[Config]] | None:
-    """Return the run that is continued, with the plan for it; None: a new run begins. Every rank calls it.
+class Continued(NamedTuple):
+    """The run that a command continues."""
+
+    folder: RunFolder
+    recorded: Mapping[str, Any]
+    """See ``Earlier``."""
+    state: State | None
+    plan: Plan[Config]
+    """What the command becomes with this record."""
+
+
+def find_earlier(config: Config, hardware: Hardware, world: World) -> Continued | None:
+    """Return the run that is continued; None: a new run begins. Every rank calls it.
 
     Of ``resume=same`` that is a run with these very options. Stricter than ``check_same``: another number of steps,
     another loader or profiler would give other results. What is still ``auto`` follows from the rest.
 
     Raises:
-        UserError: see ``earlier_runs`` and ``settle.plan``.
+        UserError: see ``earlier_runs`` and ``settle.plan_of``.
     """
     for earlier in world.run_on_main(partial(earlier_runs, config)):
-        planned = plan(config, hardware, world, earlier.recorded)
+        planned = plan_of(config, hardware, world, earlier.recorded)
         different = _differences(earlier.recorded, flatten(planned.config))
         if not earlier.must_be_same or all(
             (key.partition(".")[0] in _ELSEWHERE and key != "checkpoint.best") or (now == "auto" and key != "augment")
             for key, (_, now) in different.items()
         ):
-            return earlier, planned
+            return Continued(earlier.folder, earlier.recorded, earlier.state, planned)
     return None
 
 

@@ -8,8 +8,7 @@ warm-up is a twentieth of the steps, for example, and a longer run has a longer 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import partial
@@ -19,7 +18,7 @@ from mantissa.step.memory import available_bytes
 from trainer.config.step import EPOCH, Config, Plan, StepConfig
 from trainer.data.contract import Datasets
 from trainer.data.loader import Batching
-from trainer.errors import UserError, check_number
+from trainer.errors import UserError, check_number, on_every_rank
 from trainer.hardware import Hardware
 from trainer.parallel.compile import Compile
 from trainer.parallel.world import World, launched_local_rank
@@ -45,19 +44,19 @@ def settle(
     fitted: Decision | None = None,
     datasets: Datasets | None = None,
 ) -> Settled[Config]:
-    """Open the data, and return what the config becomes; every rank calls it. The arguments are those of ``plan``.
+    """Open the data, and return what the config becomes; every rank calls it. The arguments are those of ``plan_of``.
 
     Raises:
-        UserError: see ``plan``; or the data cannot be had, or does not suit the options.
+        UserError: see ``plan_of``; or the data cannot be had, or does not suit the options.
     """
     world = world or World()
-    planned = plan(config, hardware, world, recorded, fitted, datasets)
+    planned = plan_of(config, hardware, world, recorded, fitted, datasets)
     config = planned.config
     datasets = planned.datasets or world.main_first(config.open_datasets)
     free = free_bytes(hardware, world)
     size = planned.batching.micro_batch_size
     context = Context(hardware, world, config.data, recorded, datasets, size, free)
-    with _on_every_rank():
+    with on_every_rank():
         recipe, of_recipe = config.recipe.resolve(context)
         augment, of_augment = config.augment.resolve(context)
         loader, of_loader = config.loader.resolve(context)
@@ -72,7 +71,7 @@ def settle(
     )
 
 
-def plan(
+def plan_of(
     config: Config,
     hardware: Hardware,
     world: World | None = None,
@@ -99,7 +98,7 @@ def plan(
     config, of_weights = _from_weights(config, recorded)
     # The hardware: which model, and for how long the recipe trains it in which batches.
     context = Context(hardware, world, config.data, recorded)
-    with _on_every_rank():
+    with on_every_rank():
         config.precision.check(hardware)
         recipe, of_recipe = config.recipe.resolve(context)
         augment, of_augment = config.augment.resolve(context)
@@ -112,7 +111,7 @@ def plan(
         datasets = world.main_first(config.open_datasets)
     samples, validation = (len(datasets.train), len(datasets.valid)) if by_epochs and datasets else (0, 0)
     # From here on every number follows from those before it.
-    with _on_every_rank():
+    with on_every_rank():
         batch_size, of_batch = _number(config, Decision("batch_size", sizes.batch_size, default))
         epoch = Fraction(samples, batch_size)
         auto = Decision("steps", sizes.steps, default)
@@ -135,8 +134,11 @@ def plan(
             auto = Decision("eval_samples", validation, "all")
         eval_samples, of_samples = _number(config, auto)
     numbers: dict[str, Any] = {
-        **{"steps": steps, "batch_size": batch_size, MICRO: micro_batch_size},
-        **{"eval_every": every, "eval_samples": eval_samples},
+        "steps": steps,
+        "batch_size": batch_size,
+        MICRO: micro_batch_size,
+        "eval_every": every,
+        "eval_samples": eval_samples,
     }
     return Plan(
         config=replace(config, epochs=None, **numbers),
@@ -245,13 +247,3 @@ def _check(config: StepConfig, steps: int, micro_batch_size: int) -> None:
             f"micro_batch_size={micro_batch_size} must be a multiple of {least} for {config.augment.effect()}, which "
             "mixes neighbours; use another one, or another batch_size"
         )
-
-
-@contextmanager
-def _on_every_rank() -> Iterator[None]:
-    """Mark a mistake that every rank finds, so that one reports it."""
-    try:
-        yield
-    except UserError as error:
-        error.shared = True
-        raise

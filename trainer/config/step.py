@@ -146,7 +146,7 @@ Config = TypeVar("Config", bound=StepConfig)
 
 @dataclass(frozen=True)
 class Plan(Generic[Config]):
-    """What a config becomes on some hardware, see ``trainer.config.settle.plan``."""
+    """What a config becomes on some hardware, see ``trainer.config.settle.plan_of``."""
 
     config: Config
     """The same with values in the place of ``auto``, as it is recorded; what open data decides is still ``auto``."""

@@ -234,7 +234,7 @@ class AutomaticAugment(ImageAugment):
         images = _images(context.datasets)
         if not images:
             return ImageAugment(), []
-        side = images[0].shorter_side
+        side = images[0].stored_side
         if side is None or side < SMALL:
             why = f"images stored with less than {SMALL} pixels a side, or synthetic, are not cropped; "
             why += "augment=light shifts them in training"

@@ -80,7 +80,7 @@ class Images:
     labels: Tensor
     """int64, one for each image."""
     image_size: int
-    shorter_side: int | None = None
+    stored_side: int | None = None
     """Of a typical image as it is stored, in pixels; None: they are synthetic."""
     augment: ImageAugment = ImageAugment()
     """What is done to the images as they are fetched, see ``ImageAugment.attach``."""

@@ -89,7 +89,7 @@ class ImageSource(DataSource):
         if not len(parts["validation"]):
             raise UserError(f"{where} has too few images of each class: none can be kept for validation")
         for part in parts.values():
-            part.image_size, part.shorter_side = image_size, shorter_side
+            part.image_size, part.stored_side = image_size, shorter_side
         if show_nothing(parts["training"]):
             message = "%s: some images are of one colour, nearly black or equal, as the model sees them; look at a few"
             logging.getLogger("mantissa").warning(message, where)

@@ -13,6 +13,7 @@ from recipes.language import torch_can_chunk
 from tests.helpers import compose
 from trainer.config.resume import as_before
 from trainer.config.schema import Config
+from trainer.config.settle import plan_of
 from trainer.config.step import Plan
 from trainer.data.loader import Batching
 from trainer.errors import OutOfMemory, RunError
@@ -34,7 +35,7 @@ def fitted(
     monkeypatch.setattr(fit, "available_bytes", lambda device: int(free_mib * MIB))
     config = compose(*overrides, "device=cpu")
     hardware = detect("cpu")
-    plan = config.plan(hardware, world)
+    plan = plan_of(config, hardware, world)
     datasets = plan.config.recipe.datasets(plan.config.data, 0)
     plan = fit_plan(config, plan, hardware, world or World(), datasets)
     assert plan.config.micro_batch_size == plan.batching.micro_batch_size
@@ -221,7 +222,7 @@ def test_on_a_gpu_the_loss_is_in_chunks_where_the_logits_do_not_fit(
         assert [each.value for each in plan.decisions if each.key == "recipe.chunked_loss"] == [True] * chunked
         run, config = RunFolder(tmp_path), compose(*GPT2, "device=cpu")
         run.write_config({"precision.mode": "fp32", "recipe.chunked_loss": plan.config.recipe.chunked_loss})
-        again = as_before(run, config, config.plan(detect("cpu")))  # a resumed run has its form again
+        again = as_before(run, config, plan_of(config, detect("cpu")))  # a resumed run has its form again
         assert again.config.recipe.chunked_loss == plan.config.recipe.chunked_loss == chunked
 
 
@@ -234,7 +235,7 @@ def test_a_loss_in_chunks_avoids_the_logits() -> None:
 
 def test_a_resumed_run_keeps_its_microbatch(tmp_path: Path) -> None:
     config = compose(*BIGNET)
-    plan, run = config.plan(detect("cpu")), RunFolder(tmp_path)
+    plan, run = plan_of(config, detect("cpu")), RunFolder(tmp_path)
     for recorded, expected in ((32, 32), (3, 512)):
         run.write_config({"precision.mode": "fp32", "micro_batch_size": recorded})
         now = as_before(run, config, plan)
