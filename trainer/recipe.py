@@ -21,10 +21,11 @@ from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.data.user_dataset import UserDataset
 from trainer.errors import UserError
 from trainer.hardware import Hardware
-from trainer.parallel.world import World
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
+
+    from trainer.parallel.world import World
 
 
 class LossOutput(NamedTuple):
@@ -90,7 +91,7 @@ class Context:
     """The open data; None: it is not open yet, and what depends on it stays ``auto``."""
     micro_batch_size: int = 1
     free_bytes: int = 0
-    """Free memory of the rank that has least; known once the data is open."""
+    """Free memory of the GPU that has least; known once the data is open."""
 
 
 @dataclass

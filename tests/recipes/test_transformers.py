@@ -70,7 +70,7 @@ def test_auto_is_small_on_a_cpu_and_published_on_a_gpu(
 ) -> None:
     for hardware, (size, context, sizes) in ((CPU, on_cpu), (GPU, on_gpu)):
         config = compose(f"recipe={recipe}", "data=synthetic")
-        _, choices = config.recipe.resolve(hardware, config.data)
+        _, choices = config.recipe.resolve(context(config.data, hardware))
         found = [(choice.key, choice.value) for choice in choices]
         assert found == [("recipe.size", size), ("recipe.context", context)]
         assert replace(config.recipe.sizes(hardware), why="") == Sizes(*sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers import CPU, PROJECT, compose
-from trainer.config.settle import plan_of
+from trainer.config.settle import settle
 from trainer.errors import UserError
 
 ROWS = {
@@ -87,4 +87,4 @@ ROWS = {
 def test_what_cannot_work_is_named(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PROJECT)
     with pytest.raises(UserError, match=ROWS[command]):
-        plan_of(compose(*f"recipe={command}".split()), CPU).config.open_datasets()
+        settle(compose(*f"recipe={command}".split()), CPU)

@@ -53,7 +53,7 @@ def settle(
     planned = plan_of(config, hardware, world, recorded, fitted, datasets)
     config = planned.config
     datasets = planned.datasets or world.main_first(config.open_datasets)
-    free = free_bytes(hardware, world)
+    free = free_bytes(hardware, world) if hardware.is_gpu else 0
     size = planned.batching.micro_batch_size
     context = Context(hardware, world, config.data, recorded, datasets, size, free)
     with on_every_rank():

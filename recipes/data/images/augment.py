@@ -245,10 +245,8 @@ class AutomaticAugment(ImageAugment):
 
 
 def _images(datasets: Any) -> list[Any]:
-    """Return the parts of open data that are images."""
-    from recipes.data.images.pixels import Images
-
-    return [part for part in (datasets.train, datasets.valid, datasets.test) if isinstance(part, Images)]
+    """Return the parts of open data that are images, as ``pixels.Images`` has them."""
+    return [part for part in (datasets.train, datasets.valid, datasets.test) if hasattr(part, "augment")]
 
 
 def _changed_by(policy: str, view: View, seed: int | None, **options: int) -> View:

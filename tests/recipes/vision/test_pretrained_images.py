@@ -180,8 +180,8 @@ def test_weights_of_timm_are_downloaded_under_its_name_for_the_hub(monkeypatch: 
 
 def test_pretrained_weights_lower_the_default_learning_rate_and_say_so() -> None:
     def rate(*overrides: str) -> tuple[float, list[str]]:
-        config = compose("recipe=resnet", f"recipe.arch={ARCH}", *overrides)
-        return config.optimizer.lr, [choice.key for choice in plan_of(config, CPU).decisions]
+        plan = plan_of(compose("recipe=resnet", f"recipe.arch={ARCH}", *overrides), CPU)
+        return plan.config.optimizer.lr, [choice.key for choice in plan.decisions]
 
     assert rate()[0] == 1e-3
     lr, keys = rate("init_from=DEFAULT")

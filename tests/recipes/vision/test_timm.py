@@ -11,7 +11,7 @@ import torch
 from recipes.data.images.arrays import Digits
 from recipes.resnet import ResNet
 from recipes.vision import architectures
-from tests.helpers import CPU, fit, same_bits, trainer_of
+from tests.helpers import context, fit, same_bits, trainer_of
 from trainer.errors import UserError
 from trainer.trainer import Trainer
 
@@ -56,4 +56,4 @@ def test_families_of_timm_have_blocks(arch: str, count: int) -> None:
 def test_without_timm_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs timm, which is not installed; pip install 'timm>=1\.0\.20'"):
-        ResNet(arch="timm/resnet18").resolve(CPU, Digits())
+        ResNet(arch="timm/resnet18").resolve(context(Digits()))
