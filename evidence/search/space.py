@@ -14,7 +14,6 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 
 from trainer.config.compose import check_single, compose, key_of
 from trainer.config.options import ONE_PROCESS, Overriding
-from trainer.config.settle import plan_of
 from trainer.errors import UserError, check_choice, check_folder_name, first_line
 
 if TYPE_CHECKING:
@@ -85,6 +84,7 @@ def check_space(space: Space, overrides: list[str]) -> Config:
         UserError: train.py would refuse one of them.
     """
     check_single(overrides, f"search them, as in {PREFIX}precision=choice(fp32,bf16)")
+    from trainer.config.settle import plan_of
     from trainer.hardware import detect
 
     ends = {
