@@ -156,8 +156,9 @@ def check_same(folder: RunFolder, before: Mapping[str, Any], flat: dict[str, Any
         for key, values in _differences(before, flat).items()
         if not may_change(key, before, flat) and not folder.is_gone(key, values[0])
     }
-    if new := [key for key in different if key not in before and _chosen(key, before) == _chosen(key, flat)]:
-        raise _of_another_version(folder, f"there is no {new[0]}")
+    if new := [key for key in different if _is_of_one(key, before, flat)]:
+        where = "config.json has" if new[0] in flat else "there is"
+        raise _of_another_version(folder, f"{where} no {new[0]}")
     if different:
         keys = ["recipe"] if "recipe" in different else list(different)[:4]
         changes = ", ".join(f"{key} was {different[key][0]}, now {different[key][1]}" for key in keys)
@@ -249,9 +250,10 @@ def _of_another_version(folder: RunFolder, why: str) -> UserError:
     )
 
 
-def _chosen(key: str, flat: Mapping[str, Any]) -> Any:
-    """Return the choice of the group that a key belongs to."""
-    return flat.get(key.partition(".")[0])
+def _is_of_one(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether only one of two versions has a key, for the same choice of its group."""
+    group, dot, _ = key.partition(".")
+    return (key in before) != (key in now) and (not dot or before.get(group) == now.get(group))
 
 
 def _is_recorded(folder: RunFolder) -> bool:
