@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic
 
 from mantissa.step.memory import available_bytes
@@ -19,6 +20,7 @@ from trainer.config.step import EPOCH, Config, Plan, StepConfig
 from trainer.data.contract import Datasets
 from trainer.data.loader import Batching
 from trainer.errors import UserError, check_number, on_every_rank
+from trainer.files import TOKENIZER
 from trainer.hardware import Hardware
 from trainer.parallel.compile import Compile
 from trainer.parallel.world import World, launched_local_rank
@@ -197,7 +199,14 @@ def _from_weights(config: Config, recorded: Mapping[str, Any]) -> tuple[Config, 
 
 
 def _with_options_of(config: Config, recorded: Mapping[str, Any]) -> Config:
-    """Return the config with what a run took over from ``init_from`` when it was started, but for what is typed."""
+    """Return the config with what a run took over from ``init_from`` when it was started, but for what is typed.
+
+    The tokenizer of that run, which is kept in this one's folder, may be typed as well.
+    """
+    tokenizer = Path(str(getattr(config.data, "tokenizer", None)))
+    source = Path(str(config.init_from))
+    kept = tokenizer.name == TOKENIZER and tokenizer.parent in (source, source.parent)
+    typed = config.typed - ({"data.tokenizer"} if kept else set())
     kinds = {"recipe": config.recipe.name, "data": config.data.kind}
     names = {"recipe": (*config.recipe.architecture, *config.recipe.adjustable), "data": ("tokenizer",)}
     for group, kind in kinds.items():
@@ -206,7 +215,7 @@ def _with_options_of(config: Config, recorded: Mapping[str, Any]) -> Config:
         taken = {
             name: recorded[f"{group}.{name}"]
             for name in names[group]
-            if name in own and f"{group}.{name}" in recorded.keys() - config.typed and recorded.get(group) == kind
+            if name in own and f"{group}.{name}" in recorded.keys() - typed and recorded.get(group) == kind
         }
         if taken:
             changed: dict[str, Any] = {group: replace(component, **taken)}
