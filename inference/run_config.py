@@ -117,7 +117,7 @@ def _of_run(exported: Exported, other_data: bool, with_data: bool, split: str) -
     }
     if other_data and "image_size" in exported.config:
         recorded["recipe.image_size"] = exported.config["image_size"]
-    return recorded if with_data else recorded | _evaluated_part(exported.config)
+    return recorded
 
 
 def _of_folder(exported: Exported) -> dict[str, Any]:
@@ -131,16 +131,7 @@ def _of_folder(exported: Exported) -> dict[str, Any]:
         options = {"arch": config["arch"], "image_size": config["image_size"]}
     elif longest is not None and exported.recipe != "t5":  # whose positions are relative
         options = {"context": min(longest, _LONGEST)}
-    return (
-        {"recipe": exported.recipe}
-        | {f"recipe.{key}": value for key, value in options.items()}
-        | _evaluated_part(config)
-    )
-
-
-def _evaluated_part(config: dict[str, Any]) -> dict[str, Any]:
-    """Return how images are cut as in the evaluation of an exported model, by dotted key."""
-    part = config.get("evaluated_part")
-    if part is None:
-        return {}
-    return {"augment": "none"} if part == 1 else {"augment": "imagenet", "augment.eval_crop": part}
+    found = {"recipe": exported.recipe} | {f"recipe.{key}": value for key, value in options.items()}
+    if (part := config.get("evaluated_part")) is not None:
+        found |= {"augment": "none"} if part == 1 else {"augment": "imagenet", "augment.eval_crop": part}
+    return found

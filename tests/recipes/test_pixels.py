@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 
 from inference.predict import Photos
-from recipes.data.images.augment import ImageNet
 from recipes.data.images.folder import FolderImages, ImageFolder
 from tests.recipes.test_folders import write
 from trainer.data.contract import SampleId
@@ -108,11 +107,9 @@ def test_a_model_sees_what_a_person_sees(mode: str, tmp_path: Path) -> None:
     file, content = tmp_path / name, made()
     file.write_bytes(content) if isinstance(content, bytes) else content.save(file, **options)
     train = FolderImages({"a": [str(file)]}, ["a"])
-    train.image_size, train.augment = SIDE, ImageNet(eval_crop=1.0)
+    train.image_size, train.augment = SIDE, Photos([], {"image_size": SIDE, "evaluated_part": 1.0}).augment
     trained = train.batch([SampleId(0, None)])["image"]
-    photos = Photos([file], {"image_size": SIDE})
-    photos.augment = train.augment
-    predicted = photos.batch([SampleId(0, None)])["image"]
+    predicted = Photos([file], {"image_size": SIDE, "evaluated_part": 1.0}).batch([SampleId(0, None)])["image"]
     assert torch.equal(trained, predicted)
     assert np.abs(trained[0].permute(1, 2, 0).numpy() - seen().astype(float)).max() <= 1
 
