@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from hydra.core.config_store import ConfigStore
@@ -208,8 +207,9 @@ def earlier_runs(config: Config) -> list[Earlier]:
         return sorted(runs, key=lambda run: run.state == "interrupted")
     if config.resume is None or config.resume in NO_FOLDER:
         return []
-    folder = RunFolder(Path(config.resume))  # its record was read when the config was composed on it
-    return [Earlier(folder, config.recorded, state_of(folder))]
+    folder = RunFolder.open("resume", config.resume, config.output_dir, config.tracking.uri)
+    recorded = config.recorded or folder.config()  # a YAML may name the folder, on which the config is not composed
+    return [Earlier(folder, recorded, state_of(folder))]
 
 
 class Continued(NamedTuple):
