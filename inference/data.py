@@ -25,7 +25,7 @@ def open_data(run: RunConfig, exported: Exported, split: str = "valid") -> Datas
     Raises:
         UserError: the recipe cannot read it, its text has characters without a token, or it has other classes.
     """
-    config, data = run.config, run.config.data.augmented(run.config.augment)
+    config, data = run.config, run.config.data
     recipe: Any = config.recipe
     tuned = exported.run and exported.run.config().get("recipe.pretrained")  # such a model brought its tokenizer
     if isinstance(data, TokenizedText):

@@ -21,6 +21,8 @@ from trainer.config.options import parse
 from trainer.data.evaluation import evaluation_samples
 from trainer.data.loader import to_device
 from trainer.errors import UserError
+from trainer.parallel.world import World
+from trainer.recipe import Context
 from trainer.terminal import on_error_stream
 
 if TYPE_CHECKING:
@@ -110,11 +112,11 @@ def _predictions(
         mean=tuple(config["mean"]),
         std=tuple(config["std"]),
     )
-    run = run.with_data(datasets)
     recipe, device = run.config.recipe, run.hardware.device
+    loader, _ = run.config.loader.resolve(Context(run.hardware, World(), run.config.data, datasets=datasets))
     model = run.in_precision(exported.model(recipe, datasets))
     batches = evaluation_samples(len(files), None, batch_size)
-    for samples, batch in zip(batches, run.config.loader.batches(photos, batches, run.hardware), strict=True):
+    for samples, batch in zip(batches, loader.batches(photos, batches, run.hardware), strict=True):
         with run.config.precision.autocast(device):
             best = recipe.loss(model, to_device(batch, device)).predictions.topk(top)
         for sample, indices, values in zip(samples, best.indices.tolist(), best.values.tolist(), strict=True):

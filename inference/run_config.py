@@ -12,6 +12,7 @@ from inference.load import Exported
 from inference.options import GROUPS, KEYS
 from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
+from trainer.config.settle import MICRO, plan_of, settle
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.hardware import Hardware, detect
@@ -30,7 +31,7 @@ class RunConfig:
     """What using a model needs beside its weights and the data."""
 
     config: Config
-    """The config without ``auto``."""
+    """The config without ``auto``, but for what the data decides."""
     hardware: Hardware
     own_data: bool
     """Whether it is the data that the run was trained on."""
@@ -44,7 +45,7 @@ class RunConfig:
 
     def with_data(self, datasets: Datasets) -> RunConfig:
         """Return the config with what the open data decides."""
-        return replace(self, config=self.config.with_data(datasets, self.hardware)[0])
+        return replace(self, config=settle(self.config, self.hardware, datasets=datasets).config)
 
     def in_precision(self, model: nn.Module) -> nn.Module:
         """Return the model on its device, converted as in training, and set torch up for it in this process.
@@ -53,7 +54,8 @@ class RunConfig:
             UserError: see ``Precision.convert``.
         """
         config, device = self.config, self.hardware.device
-        config.set_up(self.hardware, convolves(model))
+        config.set_up()
+        config.use_kernels(self.hardware, convolves(model))
         config.precision.convert(model.to(device), device, config.recipe.blocks)
         return model
 
@@ -90,14 +92,15 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
             f"add data=…, such as {example}"
         )
     else:
-        recorded = _of_folder(exported, with_data)
-    config = compose(overrides, recorded)
-    config = replace(config, recipe=exported.own or config.recipe)
+        recorded = _of_folder(exported)
+    sizes = [override.partition("=")[2] for override in overrides if key_of(override) == MICRO]
+    micro_batch_size = sizes[-1] if sizes else recorded.get(MICRO, "auto")
     # Training's batch need not be a multiple of the microbatch.
-    config = replace(config, batch_size=config.micro_batch_size, run_name="evaluation")
+    own = [f"batch_size={micro_batch_size}", "run_name=evaluation"]
+    config = compose([*overrides, *own], recorded, exported.own)
     hardware = detect(config.device)
     samples = config.eval_samples if isinstance(config.eval_samples, int) else None
-    return RunConfig(config.plan(hardware).config, hardware, exported.run is not None and not other_data, samples)
+    return RunConfig(plan_of(config, hardware).config, hardware, exported.run is not None and not other_data, samples)
 
 
 def _of_run(exported: Exported, other_data: bool, with_data: bool, split: str) -> dict[str, Any]:
@@ -117,7 +120,7 @@ def _of_run(exported: Exported, other_data: bool, with_data: bool, split: str) -
     return recorded
 
 
-def _of_folder(exported: Exported, with_data: bool) -> dict[str, Any]:
+def _of_folder(exported: Exported) -> dict[str, Any]:
     """Return what an exported folder without its run says about its options, by dotted key."""
     config, is_images = exported.config, exported.recipe == "resnet"
     longest = config.get("n_positions", config.get("max_position_embeddings"))
@@ -129,7 +132,6 @@ def _of_folder(exported: Exported, with_data: bool) -> dict[str, Any]:
     elif longest is not None and exported.recipe != "t5":  # whose positions are relative
         options = {"context": min(longest, _LONGEST)}
     found = {"recipe": exported.recipe} | {f"recipe.{key}": value for key, value in options.items()}
-    if is_images and with_data:
-        part = config["evaluated_part"]
+    if (part := config.get("evaluated_part")) is not None:
         found |= {"augment": "none"} if part == 1 else {"augment": "imagenet", "augment.eval_crop": part}
     return found

@@ -25,7 +25,7 @@ from trainer.data.contract import Dataset
 from trainer.errors import UserError, check_choice, check_number, check_range
 from trainer.files import is_kept, read_json, write_json
 from trainer.hardware import Hardware
-from trainer.recipe import DataSource, Decision, Recipe, Sizes
+from trainer.recipe import Context, DataSource, Decision, Recipe, Sizes
 
 ATTENTION = ("sdpa", "eager")
 """torch's fused kernels; or a matmul, a softmax and a matmul, which keep scores of T × T."""
@@ -226,9 +226,9 @@ class SizedRecipe(Recipe):
         check_choice("recipe.size", self.size, self.shapes)
         return []
 
-    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Decision]]:
+    def resolve(self, context: Context) -> tuple[Self, list[Decision]]:
         """Choose the size and the context."""
-        decisions = self.choose_model(hardware)
+        decisions, data = self.choose_model(context.hardware), context.data
         if isinstance(self._text(data), TokenizedText) and self.pretrained:  # the defaults need not be dropped
             for key, default in (("tokenizer", OWN_BPE), ("vocab_size", TokenizedText.vocab_size)):
                 if (value := getattr(data, key)) not in (default, self.pretrained):
@@ -237,9 +237,9 @@ class SizedRecipe(Recipe):
                         "tokenizer; leave it out"
                     )
         if self.context == "auto":
-            tokens = self.chosen(decisions).tokens_per_sample
+            tokens = self.with_options(decisions).tokens_per_sample
             decisions.append(Decision("recipe.context", tokens, "tokens per sample, the size's own"))
-        resolved = self.chosen(decisions)
+        resolved = self.with_options(decisions)
         if self.lora.rank and self.lora.target == "auto":
             target = self.lora.targets(self.name)
             decisions.append(Decision("recipe.lora.target", target, f"peft's choice for {self.name}"))

@@ -19,8 +19,8 @@ from recipes.data.text.tokens import TextDatasets, Windows
 from recipes.huggingface import SizedRecipe, generated
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.errors import UserError, check_number
-from trainer.hardware import Hardware, threads
-from trainer.recipe import DataSource, Decision, LossOutput
+from trainer.hardware import threads
+from trainer.recipe import Context, Decision, LossOutput
 
 _SAMPLE_TOKENS = 64
 _SAMPLE_S = 2.0
@@ -163,22 +163,24 @@ class LanguageRecipe(SizedRecipe):
             raise UserError(f"recipe.chunked_loss={self.chunked_loss} must be true, false or auto")
         check_number("recipe.vocabulary_multiple", self.vocabulary_multiple)
 
-    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Decision]]:
+    def resolve(self, context: Context) -> tuple[Self, list[Decision]]:
         """Choose the size, the context and the form of the loss."""
-        resolved, decisions = super().resolve(hardware, data)
+        resolved, decisions = super().resolve(context)
         if self.chunked_loss is True and not torch_can_chunk():
             raise UserError(f"recipe.chunked_loss=true needs a newer torch than {torch.__version__}; use false or auto")
-        return replace(resolved, chunked_loss=self.chunked_loss is True), decisions
-
-    def memory_overrides(self) -> list[Decision]:
-        """Return the chunked loss, where the user left it to us and torch has it."""
-        if self.chunked_loss != "auto" or not torch_can_chunk():
-            return []
-        return [Decision("recipe.chunked_loss", True, "the logits take more than the free memory")]
-
-    def avoidable_bytes(self, datasets: TextDatasets, micro_batch_size: int) -> int:
-        """Return the bytes of fp32 logits, log-probabilities and gradients: 12 for each token and vocabulary entry."""
-        return 12 * micro_batch_size * self.tokens_per_sample * datasets.vocabulary
+        if self.chunked_loss != "auto":
+            return resolved, decisions
+        before = context.recorded.get("recipe.chunked_loss", False)
+        if context.recorded or not context.hardware.is_gpu or not torch_can_chunk():
+            return replace(resolved, chunked_loss=before is True and torch_can_chunk()), decisions
+        if context.datasets is None:
+            return resolved, decisions
+        # fp32 logits, log-probabilities and gradients: 12 bytes for each token and entry of the vocabulary
+        tokens = context.micro_batch_size * resolved.tokens_per_sample
+        chunked = 12 * tokens * context.datasets.vocabulary > context.free_bytes
+        why = "the logits take more than the free memory"
+        decisions += [Decision("recipe.chunked_loss", True, why)] if chunked else []
+        return replace(resolved, chunked_loss=chunked), decisions
 
     def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[np.ndarray], Dataset], str]:
         context = self.tokens_per_sample

@@ -79,7 +79,7 @@ class Llama(LanguageRecipe):
             if self._changed:
                 raise UserError(f"recipe.{next(iter(self._changed))} has no effect with init_from; remove one of them")
             return decisions
-        width, heads, kv_heads = self.chosen(decisions).shape[1:4]
+        width, heads, kv_heads = self.with_options(decisions).shape[1:4]
         if width % (2 * heads):
             raise UserError(
                 f"recipe.width={width} must be a multiple of 2 × recipe.heads={heads}; "

@@ -16,7 +16,7 @@ from trainer.checkpoint.reader import fill
 from trainer.data.contract import Batch
 from trainer.errors import UserError, check_choice, check_number, check_range
 from trainer.hardware import Hardware
-from trainer.recipe import DataSource, Decision, LossOutput, Recipe, Sizes
+from trainer.recipe import Context, DataSource, Decision, LossOutput, Recipe, Sizes
 
 TOP5_FROM = 10
 """With fewer classes, a guess is in the first five too often for top-5 to say anything."""
@@ -88,12 +88,14 @@ class ResNet(Recipe):
                 raise UserError("recipe.bce_threshold has no effect without recipe.criterion=bce; leave it out")
         objective.check_class_weights(self.class_weights)
 
-    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Decision]]:
-        """Choose the architecture, or check the requested one."""
-        _image_source(data)
+    def resolve(self, context: Context) -> tuple[Self, list[Decision]]:
+        """Choose the architecture, or check the requested one; of open data, say what becomes of pretrained weights."""
+        if context.datasets is not None:
+            return self, [] if self.pretrained is None else [self._about_weights(context.datasets)]
+        _image_source(context.data)
         found = {} if self.pretrained is None else pretrained.exported_config(self.pretrained)
         why = "that of init_from"
-        if not found and hardware.is_gpu:
+        if not found and context.hardware.is_gpu:
             found, why = {"arch": "resnet50"}, "for a GPU; recipe.arch=resnet18 is smaller"
         elif not found:
             found, why = {"arch": "resnet18"}, "for a CPU; recipe.arch=resnet50 is the published size"
@@ -102,7 +104,7 @@ class ResNet(Recipe):
             for name in ("arch", "image_size")
             if name in found and getattr(self, name) == "auto"
         ]
-        recipe = self.chosen(decisions)
+        recipe = self.with_options(decisions)
         architectures.check(recipe.arch)
         if recipe.pretrained is not None:
             pretrained.check(recipe.arch, recipe.pretrained)
@@ -131,16 +133,14 @@ class ResNet(Recipe):
             return datasets
         return replace(datasets, mean=tuple(self.mean), std=tuple(self.std))
 
-    def data_decisions(self, datasets: ImageDatasets) -> list[Decision]:
+    def _about_weights(self, datasets: ImageDatasets) -> Decision:
         """Return what becomes of the pretrained weights."""
-        if self.pretrained is None:
-            return []
         colours = ", ".join(f"{value:.3g}" for value in (*datasets.mean, *datasets.std))
         new = f"a new head for {len(datasets.classes)} classes ({', '.join(datasets.new_head)})"
         why = f"{datasets.weights_note}; " if datasets.weights_note else ""
         why += f"{new if datasets.new_head else 'its head is kept'}; images are normalised with {colours}; "
         why += "set recipe.mean and recipe.std where the weights need others"
-        return [Decision("init_from", self.pretrained, why)]
+        return Decision("init_from", self.pretrained, why)
 
     def build_model(self, datasets: ImageDatasets) -> nn.Module:
         """Build the classifier, random or pretrained. Its attribute ``normalise`` makes its input of pixels."""

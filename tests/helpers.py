@@ -21,7 +21,8 @@ from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.hardware import Hardware
 from trainer.optim.update import Clip
-from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
+from trainer.parallel.world import World
+from trainer.recipe import Context, DataSource, LossOutput, Recipe, Sizes
 from trainer.trainer import StepRecord, Trainer
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -36,6 +37,11 @@ def compose(*overrides: str) -> Config:
     register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return build(hydra_compose("config", list(overrides)))
+
+
+def context(data: DataSource, hardware: Hardware = CPU, **known: Any) -> Context:
+    """What a component of one process is resolved by."""
+    return Context(hardware, World(), data, **known)
 
 
 def trainer_of(*overrides: str, device: str = "cpu") -> Trainer:

@@ -105,8 +105,6 @@ def test_the_librarys_tests_need_torch_numpy_and_pytest_only() -> None:
         known = {*sys.stdlib_module_names, "pytest", "torch", "numpy", "mantissa"}
         unknown = {name for name in names if name.partition(".")[0] not in known}
         others[path.name] = {name for name in unknown if not name.startswith("tests.mantissa.")}
-        if path.parent.name == "doctor":  # where steps of the trainer are examined, too
-            others[path.name] = set()
     assert {name: unknown for name, unknown in others.items() if unknown} == {}
 
 

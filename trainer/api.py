@@ -7,7 +7,6 @@ global generators.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from numbers import Integral, Real
 from os import PathLike, fspath
 from pathlib import Path
@@ -18,10 +17,9 @@ from torch import nn
 from trainer.config import compose as overrides
 from trainer.config.command_line import as_typed
 from trainer.config.schema import Config
-from trainer.errors import Interrupted, UserError
+from trainer.errors import UserError
 from trainer.recipe import Recipe, UserRecipe
 from trainer.run.fit import release_memory
-from trainer.run.run import Run
 from trainer.run.start import train as start
 from trainer.trainer import Trainer
 
@@ -64,7 +62,7 @@ def compose(*given: Config | Recipe | str, **options: Any) -> Config:
         raise UserError('give options, as "key=value" or keywords, with one recipe at most; or a config alone')
     if doubled := [each for each in typed if overrides.key_of(each).partition(".")[0] == "recipe"]:
         raise UserError(f"{doubled[0]} has no effect on a recipe that is given as an object; leave it out")
-    return replace(overrides.compose([f"recipe={UserRecipe.name}", *typed]), recipe=objects[0])
+    return overrides.compose([f"recipe={UserRecipe.name}", *typed], recipe=objects[0])
 
 
 def train(*given: Config | Recipe | str, **options: Any) -> Trained:
@@ -84,26 +82,15 @@ def train(*given: Config | Recipe | str, **options: Any) -> Trained:
         RunError: the run ended early: not finite, out of memory, or a full disk.
         Interrupted: see above.
     """
-    runs: list[Run] = []
-
-    def begun(run: Run | None) -> None:
-        runs.clear()
-        if run is None:
-            return
-        runs.append(run)
-        own = "Recipe.of(…), " if isinstance(run.config.recipe, UserRecipe) else ""
-        run.command = f'train({own}resume="{run.folder.path}")'
-
     config = compose(*given, **options)
+    recipe = "Recipe.of(…), " if isinstance(config.recipe, UserRecipe) else ""
     try:
-        summary = start(config, started=begun)
-        folder = runs[0].folder.path if runs else Path(config.output_dir).expanduser() / summary["run"]
-        return Trained(summary, folder, config.recipe, _model(runs[0].trainer) if runs else None)
-    except Interrupted as stopped:
-        stopped.folder = runs[0].folder.path.absolute() if runs else None
-        raise
+        ended = start(config, command=lambda folder: f'train({recipe}resume="{folder}")')
+        if ended.run is None:
+            folder = Path(config.output_dir).expanduser() / ended.summary["run"]
+            return Trained(ended.summary, folder, config.recipe, None)
+        return Trained(ended.summary, ended.run.folder.path, config.recipe, _model(ended.run.trainer))
     finally:
-        runs.clear()
         release_memory()
 
 

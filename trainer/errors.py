@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mantissa.errors import is_out_of_memory as is_out_of_memory
@@ -80,6 +81,16 @@ class Interrupted(KeyboardInterrupt):
 
     def __reduce__(self) -> tuple[type[Interrupted], tuple[str, int]]:
         return type(self), (str(self), self.exit_code - 128)
+
+
+@contextmanager
+def on_every_rank() -> Iterator[None]:
+    """Mark a mistake that every process of the job finds, so that one reports it."""
+    try:
+        yield
+    except UserError as error:
+        error.shared = True
+        raise
 
 
 def check_number(key: str, value: int | str | None, least: int = 1) -> None:

@@ -28,8 +28,9 @@ PRECISION_FILE = "precision.json"
 TRACKING_FILE = "tracking.json"
 """What MLflow gets of the run, which run it is there, and how much of it MLflow has."""
 RUN_FILE = "run.json"
-"""How the run began, by key. ``launch``: in which folder, and by which torchrun. ``init_from``: from which run and
-step. ``images``: the names of their classes, their size, and what they are normalised with."""
+"""How the run began, by key. ``written_by``: which version. ``launch``: in which folder, and by which torchrun.
+``init_from``: from which run and step. ``images``: the names of their classes, their size, and what they are normalised
+with."""
 TOKENIZER = "tokenizer"
 """The folder with the tokenizer of the run's text."""
 BEST = "best"

@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
@@ -24,6 +24,8 @@ from trainer.hardware import Hardware
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
+
+    from trainer.parallel.world import World
 
 
 class LossOutput(NamedTuple):
@@ -71,16 +73,25 @@ class DataSource:
 
     kind: ClassVar[str] = "own"
     """The choice ``data=<kind>``. (Not ``name``, which is an option of ``data=hub``.)"""
+    has_images: ClassVar[bool] = False
+    """Whether it can be read as images, so that ``augment`` may have an effect."""
 
-    def augmented(self, augment: Augment) -> DataSource:
-        """Return the source with samples augmented in this way; here it can do nothing.
 
-        Raises:
-            UserError: the augmentation has no effect on this data.
-        """
-        if typed := augment.effect():
-            raise UserError(f"{typed} has no effect: data={self.kind} has no images; leave it out")
-        return self
+@dataclass(frozen=True)
+class Context:
+    """The facts by which ``resolve`` turns an ``auto`` into a value."""
+
+    hardware: Hardware
+    world: World
+    """The processes that train together; all of them resolve alike."""
+    data: DataSource
+    recorded: Mapping[str, Any] = field(default_factory=dict)
+    """The options of the run that is continued, by dotted key: they count as typed. Empty: a new run."""
+    datasets: Any = None
+    """The open data; None: it is not open yet, and what depends on it stays ``auto``."""
+    micro_batch_size: int = 1
+    free_bytes: int = 0
+    """Free memory of the GPU that has least; known once the data is open."""
 
 
 @dataclass
@@ -98,20 +109,19 @@ class Augment:
         """Return the number that ``micro_batch_size`` has to be a multiple of."""
         return 1
 
-    def check(self, recipe: Recipe) -> None:
-        """Raise UserError where a part of it has no effect in this recipe."""
+    def check(self, recipe: Recipe, data: DataSource) -> None:
+        """Raise UserError where a part of it has no effect in this recipe, or on this data."""
 
     def effect(self) -> str | None:
         """Return what was asked for, as typed; None: nothing."""
         return None
 
-    def data_decisions(self, datasets: Any) -> tuple[Augment, list[Decision]]:
-        """Return what ``auto`` became when the data was opened, and the choice to be shown."""
+    def resolve(self, context: Context) -> tuple[Augment, list[Decision]]:
+        """Return the choice without ``auto``, and what was chosen."""
         return self, []
 
-    def as_before(self, kind: str) -> Augment:
-        """Return what ``auto`` became in an earlier run, whose record names the choice ``kind``."""
-        return self
+    def attach(self, datasets: Any) -> None:
+        """Let open data be augmented in this way as it is fetched."""
 
 
 @dataclass
@@ -201,18 +211,19 @@ class Recipe:
         own.check()
         return own
 
-    def chosen(self, decisions: Iterable[Decision]) -> Self:
-        """Return the recipe with these options (``recipe.<option>``) in the place of its own."""
+    def with_options(self, decisions: Iterable[Decision]) -> Self:
+        """Return the recipe with these options (``recipe.<option>``) in the place of its own, for ``resolve``."""
         return replace(self, **{decision.key.removeprefix("recipe."): decision.value for decision in decisions})
 
     def lower_is_better(self, metric: str) -> bool:
         """Return whether the lowest value of a metric (such as ``valid/loss``) is the best."""
         return metric.rpartition("/")[2] not in self.rising
 
-    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Decision]]:
-        """Return the recipe without ``auto``, as far as the hardware decides, and what was chosen.
+    def resolve(self, context: Context) -> tuple[Self, list[Decision]]:
+        """Return the recipe without ``auto``, and what was chosen.
 
-        Called before anything is loaded or written, so it must be quick.
+        It is called twice: before anything is loaded, so it must be quick, and on what that returned once the data is
+        open, for what the data or the free memory decides.
 
         Raises:
             UserError: options that do not fit each other, the hardware or the data.
@@ -223,21 +234,9 @@ class Recipe:
         """Return the values of ``steps``, ``batch_size`` and ``micro_batch_size`` where they are ``auto``."""
         raise NotImplementedError
 
-    def memory_overrides(self) -> list[Decision]:
-        """Return options that are still ``auto``, with values that need less memory on a GPU, and more time."""
-        return []
-
-    def avoidable_bytes(self, datasets: Any, micro_batch_size: int) -> int:
-        """Return the bytes of a microbatch that ``memory_overrides`` would save."""
-        return 0
-
     def datasets(self, data: DataSource, seed: int) -> Datasets:
         """Open the data. Raises UserError where the user's data cannot work."""
         raise NotImplementedError
-
-    def data_decisions(self, datasets: Any) -> list[Decision]:
-        """Return what was chosen when the data was opened, to be shown."""
-        return []
 
     def build_model(self, datasets: Any) -> nn.Module:
         """Build the model in fp32 on the CPU, from torch's global RNG, for the data that ``datasets`` returned."""
@@ -343,14 +342,14 @@ class UserRecipe(Recipe):
     targets: Any = field(default=None, metadata=NO_OPTION)
     batch_size: int = field(default=32, metadata=NO_OPTION)
 
-    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Decision]]:
+    def resolve(self, context: Context) -> tuple[Self, list[Decision]]:
         if self.model is None:
             raise UserError(
                 "recipe=own is the model and the data of a Python program; give them there, as in "
                 "trainer.train(Recipe.of(model, loss, train_dataset, valid_dataset)), also to resume or evaluate a run"
             )
-        if data.kind != DataSource.kind:
-            raise UserError(f"data={data.kind} has no effect: Recipe.of has its own data; leave it out")
+        if context.data.kind != DataSource.kind:
+            raise UserError(f"data={context.data.kind} has no effect: Recipe.of has its own data; leave it out")
         return self, []
 
     def sizes(self, hardware: Hardware) -> Sizes:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import mantissa
 from trainer import files
 from trainer.checkpoint.schema import steps
 from trainer.errors import UserError
@@ -84,7 +85,8 @@ class RunFolder:
         Before that, how the run is started: in which folder, and by which torchrun, whose restart finds it by that.
         """
         launch: dict[str, Any] = {"launch": launch_id()} if launched_processes() else {}
-        add_run_facts(self.path, launch=launch | {"folder": str(Path.cwd())})
+        facts = {"launch": launch | {"folder": str(Path.cwd())}, "written_by": {"mantissa": mantissa.__version__}}
+        add_run_facts(self.path, **facts)
         write_json(self.path / CONFIG_FILE, flat)
 
     def config(self) -> dict[str, Any]:
@@ -126,6 +128,12 @@ class RunFolder:
         if pretrained and not Path(pretrained).expanduser().is_dir() and (kept / "config.json").is_file():
             recorded["recipe.pretrained"] = str(kept)
         return recorded
+
+    @property
+    def version(self) -> str:
+        """The version that wrote the record, in words."""
+        number = run_facts(self.path, "written_by").get("mantissa")
+        return f"version {number}" if number else "an earlier version"
 
     def is_gone(self, key: str, recorded: Any) -> bool:
         """Return whether an option is the path of data that are no longer where they were when the run was started."""

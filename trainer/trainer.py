@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from mantissa.step.ledger import MemoryLedger
 from mantissa.tensors import random_state, set_random_state
-from trainer.config.step import Config, Plan
-from trainer.data.contract import Batch, Dataset, Datasets, SampleId
+from trainer.config.settle import Settled, settle
+from trainer.config.step import Config
+from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.data.evaluation import Evaluation, Progress
 from trainer.data.loader import DataOrder, to_device
 from trainer.errors import UserError
@@ -27,7 +28,7 @@ from trainer.optim.state import training_state
 from trainer.optim.update import Update
 from trainer.parallel.world import World
 from trainer.precision.kernels import convolves
-from trainer.recipe import LossOutput, UserRecipe, losses_of_two
+from trainer.recipe import Decision, LossOutput, UserRecipe, losses_of_two
 
 if TYPE_CHECKING:
     from trainer.checkpoint.reader import CheckpointReader
@@ -67,10 +68,9 @@ class Trainer(Generic[Config]):
     """The model in training: everything that a step changes, and nothing about where it is reported.
 
     Args:
-        plan: what the config became, see ``StepConfig.plan``.
+        plan: what the config became, see ``settle``.
         hardware: where it runs.
         world: the processes that train together.
-        datasets: see ``StepConfig.open_datasets``.
 
     Raises:
         UserError: the model that the config names cannot be built.
@@ -78,24 +78,24 @@ class Trainer(Generic[Config]):
 
     update_class: ClassVar[type[Update]] = Update
 
-    def __init__(self, plan: Plan[Config], hardware: Hardware, world: World, datasets: Datasets) -> None:
+    def __init__(self, plan: Settled[Config], hardware: Hardware, world: World) -> None:
         self.world = world
         self.plan, config = plan, plan.config
         self.hardware = hardware
         self.device = hardware.device
         select(self.device)
-        config.set_up(hardware)
-        self.datasets = datasets
+        config.set_up()
+        self.datasets = plan.datasets
         """What it trains on and is evaluated on."""
-        config, self.decisions = config.with_data(self.datasets, hardware)
-        """What was chosen once the data was open."""
         self.config, self.recipe = config, config.recipe
+        self.decisions: list[Decision] = []
+        """What became of the weights that it starts from."""
         self.order = DataOrder(len(self.datasets.train), config.seed)
         seed_everything(config.seed)
         self.model = self.first_model()
         self.convolves = convolves(self.model)
         """Whether the model has convolutions, whose kernels then count where its precision is reported."""
-        self.kernels = config.set_up(hardware, self.convolves)
+        self.kernels = config.use_kernels(hardware, self.convolves)
         """How 16-bit operands are multiplied on a CPU."""
         if isinstance(self.recipe, UserRecipe):  # whose model need not follow the seed
             world.broadcast([tensor.detach() for tensor in self.model.state_dict().values()])
@@ -143,14 +143,13 @@ class Trainer(Generic[Config]):
             UserError: the config, the data or the hardware cannot do this.
         """
         hardware, world = hardware or detect(config.device), world or World()
-        plan = config.plan(hardware, world)
-        return cls(plan, hardware, world, plan.opened or world.main_first(plan.config.open_datasets))
+        return cls(settle(config, hardware, world), hardware, world)
 
     def first_model(self) -> nn.Module:
         """Return the recipe's model with its first weights, on the device. The memory forecast overrides this."""
         model = self.recipe.build_model(self.datasets)
         if self.config.source is not None:
-            self.decisions = [*self.decisions, *self.config.source.load(self.recipe, model, self.datasets)]
+            self.decisions = self.config.source.load(self.recipe, model, self.datasets)
         return model.to(self.device)
 
     def first_samples(self) -> Batch:
@@ -365,9 +364,13 @@ class Trainer(Generic[Config]):
             set_random_state(generators, self.device)
         return None if summed is None else reported(self.recipe, *summed) | self.metrics.values(self.world)
 
+    def lr(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0. The range test overrides this."""
+        return self.config.optimizer.lr * self.config.schedule.factor(step, self.plan.steps)
+
     def _set_lr(self) -> float:
         """Set the learning rate of every group, and return the highest."""
-        lr = self.config.optimizer.lr * self.config.schedule.factor(self.step, self.plan.steps)
+        lr = self.lr(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group[LR_FACTOR]
         return max(group["lr"] for group in self.optimizer.param_groups)

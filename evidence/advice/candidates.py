@@ -15,6 +15,7 @@ from evidence.runs import merge_overrides
 from mantissa.formats import BASIC, FP32
 from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
+from trainer.config.settle import plan_of
 from trainer.data.contract import Datasets
 from trainer.errors import UserError, first_line
 from trainer.hardware import UNAVAILABLE, Hardware
@@ -85,7 +86,7 @@ def space_of(overrides: Sequence[str], hardware: Hardware, datasets: Datasets) -
     common, notes = fitting(config, overrides, hardware, datasets)
     config = compose(common)
     space, tight = Space(notes=notes), bool(notes)
-    recipe = config.plan(hardware).config.recipe
+    recipe = plan_of(config, hardware).config.recipe
     model = meta_model(recipe, datasets)
     if why := not_timed_here(config.precision.mode, hardware, config.precision.kernels, convolves(model)):
         notes.append(f"the default: {why}")
@@ -120,7 +121,7 @@ def _refusal(overrides: list[str], hardware: Hardware) -> str:
     """Return why train.py refuses these overrides; empty: it does not."""
     try:
         config = compose(overrides)
-        config.plan(hardware)
+        plan_of(config, hardware)
         if config.compile.mode != "off":
             config.compile.apply([], hardware.device)  # it looks for a C++ compiler
     except UserError as error:
@@ -143,7 +144,7 @@ def _precisions(space: Space, config: Config, hardware: Hardware, model: nn.Modu
 
 def _micro_batches(space: Space, config: Config, hardware: Hardware, model: nn.Module) -> list[int]:
     """Return powers of two that divide the batch; with batch norm, whose statistics are of a microbatch, none."""
-    plan = config.plan(hardware)
+    plan = plan_of(config, hardware)
     batch_size, now = plan.batching.batch_size, plan.batching.micro_batch_size
     sizes = {2**power for power in range(batch_size.bit_length())} | {batch_size}
     near = [size for size in sizes - {now} if max(size, now) <= AROUND * min(size, now)]

@@ -14,6 +14,7 @@ from mantissa.doctor.examine import take
 from mantissa.finding import CRASH
 from trainer.config.compose import compose
 from trainer.config.schema import Config
+from trainer.config.settle import plan_of
 from trainer.errors import RunError, first_line
 from trainer.hardware import Hardware
 from trainer.trainer import Trainer
@@ -33,7 +34,7 @@ def check(overrides: Sequence[str], hardware: Hardware) -> dict[str, Any]:
         ``faults``: what the doctor found, in words; ``missed``: what it did not examine, and why; ``healthy``: whether
         it found nothing and ended. A setting that could not be examined is not healthy and has no faults.
     """
-    samples = min(SAMPLES, compose(overrides).plan(hardware).batching.micro_batch_size)
+    samples = min(SAMPLES, plan_of(compose(overrides), hardware).batching.micro_batch_size)
     few = merge_overrides(overrides, [f"batch_size={samples}", f"micro_batch_size={samples}"])
     try:
         answered: dict[str, Any] = measure_isolated(__name__, few, {}, limit_s=LIMIT_S)

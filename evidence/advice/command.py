@@ -23,6 +23,7 @@ from mantissa.step.memory import available_bytes
 from mantissa.verdict.judge import BUSY
 from trainer.config.compose import check_single, compose, key_of
 from trainer.config.options import ONE_PROCESS, Overriding, parse
+from trainer.config.settle import plan_of
 from trainer.data.contract import Datasets
 from trainer.files import check_output_dir, in_use, write_json
 from trainer.hardware import Hardware, detect
@@ -84,7 +85,7 @@ def main(arguments: list[str]) -> int:
     config = compose(overrides)
     check_output_dir(config.output_dir)
     hardware = detect(config.device)
-    plan = config.plan(hardware)  # mistakes before any work
+    plan = plan_of(config, hardware)  # mistakes before any work
     steps = plan.steps
     folder = Path(config.output_dir).expanduser() / "advice" / config.recipe.name
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import hashlib
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -58,7 +58,9 @@ def time_candidate(candidate: Candidate, blocks: int, limit_s: float, common: Se
     """
     # Each candidate compiles anew, as on a machine that sees it for the first time; a second start of it is quick.
     compiled = folder / COMPILED / hashlib.sha256(candidate.label.encode()).hexdigest()[:16]
-    env, overrides = {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}, merge_overrides(common, candidate.overrides)
+    # No run is that long: the data and the schedule must not end while blocks are taken.
+    env, endless = {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}, [f"steps={10**7}", "epochs=null"]
+    overrides = merge_overrides(common, candidate.overrides, endless)
     return Times(**measure_isolated(__name__, overrides, {"blocks": blocks}, env, min(limit_s, LIMIT_S)))
 
 
@@ -66,9 +68,8 @@ def measure(config: Config, blocks: int) -> Times:
     """Return the times of a config in this process."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    # No run is that long: the data and the schedule must not end while blocks are taken.
-    trainer = Trainer.from_config(replace(config, steps=10**7, epochs=None))
-    keep_memory(trainer.plan, trainer.hardware, trainer.world, trainer.datasets)  # as in training
+    trainer = Trainer.from_config(config)
+    keep_memory(trainer.plan, trainer.hardware, trainer.world)  # as in training
     block = stopwatch(steps_of(trainer), trainer.device)
     first_s = [block(1), block(1)]
     while sum(first_s[1:]) < WARM_UP_S and len(first_s) < 10:

@@ -14,6 +14,7 @@ from trainer.config.command_line import quoted
 from trainer.config.compose import check_single, compose
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
+from trainer.config.settle import plan_of
 from trainer.errors import UserError
 from trainer.files import in_use, write_json
 from trainer.hardware import detect
@@ -165,7 +166,7 @@ def check_arms(plan: ComparisonPlan) -> dict[str, Config]:
             overrides = merge_overrides(plan.common, arm.overrides)
             check_single(overrides, "use one arm per value")
             composed = compose(overrides)
-            resolved = composed.plan(detect(composed.device))
+            resolved = plan_of(composed, detect(composed.device))
             config = resolved.config
             if resolved.steps <= config.log_every:
                 raise UserError(

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 from evidence.doctor.step import step_of
+from evidence.runs import merge_overrides
 from mantissa.doctor.diagnosis import TakenStep
 from mantissa.doctor.examine import take
 from trainer.checkpoint import store
@@ -17,7 +18,6 @@ from trainer.config.compose import compose, key_of
 from trainer.config.resume import options_of
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.parallel.wrap import Parallel
 from trainer.run.provenance import git_facts, versions
 from trainer.run.record import FAILURE
 from trainer.run_folder import RunFolder
@@ -29,7 +29,7 @@ _MAY_CHANGE = ("device", "loader.workers")
 
 def of_overrides(overrides: Sequence[str], step: int) -> tuple[TakenStep, Config]:
     """Train a new run up to a step, counted from 1, and take it; nothing is written."""
-    config = replace(compose(overrides), parallel=Parallel())
+    config = compose(merge_overrides(overrides, ["parallel=single"]))
     trainer = Trainer.from_config(config)
     wanted = max(1, step)
     if wanted > trainer.plan.steps:
@@ -50,7 +50,7 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> tuple[TakenStep,
                 f"resume={resume}"
             )
     folder = RunFolder.open("resume", resume, "outputs")
-    config = replace(compose(overrides, options_of(folder)), parallel=Parallel())  # its ranks one after another
+    config = compose([*overrides, "parallel=single"], options_of(folder))  # its ranks one after another
     summary = folder.summary()
     failure = summary.get("failure") or {}
     trainer = Trainer.from_config(config)

@@ -17,8 +17,7 @@ from mantissa.step.step import Batch, Remedies, Step
 from mantissa.step.updates import UpdateMeter
 from mantissa.tensors import random_state, set_random_state
 from trainer.config.schema import Config
-from trainer.config.step import Plan
-from trainer.data.contract import Datasets
+from trainer.config.settle import Settled
 from trainer.data.loader import DataOrder, to_device
 from trainer.errors import UserError
 from trainer.hardware import Hardware
@@ -65,16 +64,15 @@ class TrainerStep(Step):
     sums_loss: bool = True
     config: Config
     """Config of the run."""
-    plan: Plan[Config]
+    settled: Settled[Config]
     hardware: Hardware
-    datasets: Datasets
     order: DataOrder
     prototype: nn.Module
     """The recipe's model, which is copied for each replay."""
 
     def build(self, format: Format, as_run: bool) -> _Eager:
         try:
-            return _Eager(self, replace(self.plan, config=self._config_in(format)))
+            return _Eager(self, replace(self.settled, config=self._config_in(format)))
         except UserError as error:
             raise FormatError(str(error)) from error
 
@@ -93,8 +91,8 @@ class TrainerStep(Step):
         )
 
     def batches(self, first: int, count: int) -> list[list[Batch]]:
-        loader, batching = self.config.loader, self.plan.batching
-        return list(loader.steps(self.datasets.train, self.order, batching, first - 1, count, hardware=self.hardware))
+        samples, batching = self.settled.datasets.train, self.settled.batching
+        return list(self.config.loader.steps(samples, self.order, batching, first - 1, count, hardware=self.hardware))
 
     def count(self, microbatches: list[Batch]) -> int:
         return max(1, sum(map(self.config.recipe.count_targets, microbatches)))
@@ -108,10 +106,10 @@ class TrainerStep(Step):
 
 def step_of(trainer: Trainer) -> TrainerStep:
     """Copy what the next step of a trainer starts from."""
-    config, plan, hardware, datasets = trainer.config, trainer.plan, trainer.hardware, trainer.datasets
+    config, settled, hardware, datasets = trainer.config, trainer.plan, trainer.hardware, trainer.datasets
     format, order = config.precision.format, trainer.order
     # Data may draw from the generators, before the step does.
-    (microbatches,) = config.loader.steps(datasets.train, order, plan.batching, trainer.step, 1, hardware=hardware)
+    (microbatches,) = config.loader.steps(datasets.train, order, settled.batching, trainer.step, 1, hardware=hardware)
 
     # What the optimizer changes, and what it has kept.
     kept = trainer.model if isinstance(trainer.masters, StochasticWeights) else trainer.masters or trainer.model
@@ -144,9 +142,8 @@ def step_of(trainer: Trainer) -> TrainerStep:
         compiles=config.compile.mode != "off",
         round_as_eager=config.precision.rounds_as_eager,
         config=config,
-        plan=plan,
+        settled=settled,
         hardware=hardware,
-        datasets=datasets,
         order=order,
         prototype=prototype,
     )
@@ -155,9 +152,9 @@ def step_of(trainer: Trainer) -> TrainerStep:
 class _Eager(Trainer[Config]):
     """A trainer of one process, whose model is a copy of a step's and whose gradients come from a replay."""
 
-    def __init__(self, step: TrainerStep, plan: Plan[Config]) -> None:
+    def __init__(self, step: TrainerStep, settled: Settled[Config]) -> None:
         self._prototype = step.prototype
-        super().__init__(plan, step.hardware, World(), step.datasets)
+        super().__init__(settled, step.hardware, World())
 
     def first_model(self) -> nn.Module:
         return copy.deepcopy(self._prototype).to(self.device)

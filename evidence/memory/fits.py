@@ -8,10 +8,11 @@ from evidence.runs import merge_overrides
 from mantissa.display import size
 from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
+from trainer.config.settle import settle
 from trainer.data.contract import Datasets
 from trainer.hardware import Hardware
 from trainer.parallel.world import World
-from trainer.run.fit import fit_plan, needed_bytes, rough_bytes
+from trainer.run.fit import fit, needed_bytes, rough_bytes
 
 
 def is_set(overrides: Sequence[str], *keys: str) -> bool:
@@ -28,11 +29,11 @@ def fitting(
     Raises:
         OutOfMemory: not even the smallest microbatch is forecast to fit.
     """
-    plan = config.plan(hardware)
-    needed = fit_plan(config, plan, hardware, World(), datasets).batching.micro_batch_size
-    if needed == plan.batching.micro_batch_size:
+    settled = settle(config, hardware, datasets=datasets)
+    smaller = fit(settled, hardware, World(), config.micro_batch_size == "auto")
+    if smaller is None:
         return list(overrides), []
-    changed = f"micro_batch_size={needed}"
+    changed = f"{smaller.key}={smaller.value}"
     why = f"every candidate has {changed}, because train.py's default does not fit into the memory"
     return merge_overrides(overrides, [changed]), [why]
 
@@ -41,12 +42,12 @@ def too_large(overrides: Sequence[str], hardware: Hardware, datasets: Datasets, 
     """Return why a setting is not forecast to fit into the memory; empty: it fits, or cannot be forecast."""
     try:
         config = compose(overrides)
-        plan = config.plan(hardware)
-        batching = plan.batching
-        rough = rough_bytes(plan.config.recipe, datasets, batching.micro_batch_size)
+        settled = settle(config, hardware, datasets=datasets)
+        size_now = settled.batching.micro_batch_size
+        rough = rough_bytes(settled.config.recipe, datasets, size_now)
         if rough is None or rough < usable_bytes / 2:
             return ""
-        need = needed_bytes(config, batching, batching.micro_batch_size)
+        need = needed_bytes(settled, size_now)
     except Exception:  # the run itself reports it
         return ""
     return f"forecast to need {size(need)}, {size(usable_bytes)} can be used" if need > usable_bytes else ""

@@ -11,6 +11,7 @@ from evidence.memory import trial
 from mantissa.display import size
 from mantissa.step.memory import available_bytes
 from trainer.config.compose import compose, key_of
+from trainer.config.settle import plan_of
 from trainer.errors import UserError
 from trainer.hardware import Hardware, detect
 from trainer.run.forecast import forecast, required_bytes
@@ -64,7 +65,7 @@ def largest_micro_batch(overrides: Sequence[str], memory_bytes: int) -> LargestB
     """
     limit_bytes = int(memory_bytes * (1 - MARGIN))
     config = compose(overrides)
-    plan = config.plan(detect(config.device))
+    plan = plan_of(config, detect(config.device))
     config = plan.config
     batch_size, multiple = plan.batching.batch_size, config.augment.micro_batch_multiple
     samples = len(config.open_datasets().train)

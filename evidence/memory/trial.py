@@ -12,8 +12,10 @@ from evidence.isolated import ProcessError, answer, measure_isolated
 from mantissa.step.memory import held_bytes
 from mantissa.tensors import tensors
 from trainer.config.schema import Config
+from trainer.config.settle import settle
 from trainer.errors import OutOfMemory, RunError
 from trainer.hardware import Hardware, detect, peak_memory_bytes, reset_peak_memory
+from trainer.parallel.world import World
 from trainer.run.forecast import copies_on_device, meta_model
 from trainer.trainer import Trainer
 
@@ -46,14 +48,12 @@ def fits(overrides: Sequence[str], limit_bytes: int) -> bool:
 def measure(config: Config, limit_bytes: int) -> bool:
     """Take the two steps in this process, and return whether they fit; the arguments are those of ``fits``."""
     hardware = detect(config.device)
-    config = config.plan(hardware).config
     # Libraries, data and threads come first: they do not depend on the batch.
-    datasets = config.open_datasets()
-    meta_model(config.recipe, datasets)
+    settled = settle(config, hardware)
+    meta_model(settled.config.recipe, settled.datasets)
     torch.ones(_WARM_UP).exp_().sum()
-    del datasets  # the trainer opens its own
     enforced = _limit(hardware, limit_bytes)
-    trainer = Trainer.from_config(config, hardware)
+    trainer = Trainer(settled, hardware, World())
     # No overflow: after a skipped step the optimizer would have no state.
     trainer.loss_scale.scale.fill_(1.0)
     batches = trainer.batches()

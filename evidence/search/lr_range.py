@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import cycle
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +19,9 @@ from mantissa.display import counted
 from trainer.config.compose import combinations, compose
 from trainer.config.options import ONE_PROCESS, Overriding, parse
 from trainer.config.schema import Config
+from trainer.config.settle import plan_of
 from trainer.errors import RunError, UserError
 from trainer.hardware import Hardware, detect
-from trainer.optim.schedule import Schedule
 from trainer.run_folder import RunFolder
 from trainer.tracking.plots import COLORS, INK, QUIET, RULE, bare_figure, plain
 from trainer.trainer import StepRecord, Trainer
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
         label: compose(overrides) for label, overrides in combinations([*overrides, f"steps={options.steps}"]).items()
     }
     for config in configs.values():
-        config.plan(detect(config.device))  # mistakes before any work
+        plan_of(config, detect(config.device))  # mistakes before any work
     first = next(iter(configs.values()))
     hardware = detect(first.device)
     curves = []
@@ -93,18 +93,14 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-@dataclass
-class Exponential(Schedule):
-    """Rise from ``first`` times the peak to the peak, by the same factor at every step."""
+class RangeTrainer(Trainer[Config]):
+    """A trainer whose learning rate rises from ``lowest`` to ``highest``, by the same factor at every step."""
 
-    kind: ClassVar[str] = "exponential"
-    first: float = 1e-8
+    lowest: float
+    highest: float
 
-    def warmup(self, steps: int) -> int:
-        return 0
-
-    def factor(self, step: int, steps: int) -> float:
-        return float(self.first ** (1 - step / max(1, steps - 1)))
+    def lr(self, step: int) -> float:
+        return float(self.highest * (self.lowest / self.highest) ** (1 - step / max(1, self.plan.steps - 1)))
 
 
 @dataclass
@@ -159,14 +155,14 @@ def range_test(config: Config, hardware: Hardware, lowest: float, highest: float
     """Train ``config.steps`` optimizer steps at most, print some of them, and write nothing.
 
     Args:
-        config: as composed; its learning rate and schedule are replaced.
+        config: as composed; its learning rate and schedule have no effect.
         hardware: where it runs.
         lowest: learning rate of the first step.
         highest: that of the last.
         label: see ``Curve.label``.
     """
-    optimizer, schedule = replace(config.optimizer, lr=highest), Exponential(first=lowest / highest)
-    trainer = Trainer.from_config(replace(config, optimizer=optimizer, schedule=schedule), hardware)
+    trainer = RangeTrainer.from_config(config, hardware)
+    trainer.lowest, trainer.highest = lowest, highest
     curve = Curve(label)
     try:
         for microbatches in trainer.batches():

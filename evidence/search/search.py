@@ -7,7 +7,6 @@ import math
 import shlex
 import time
 from contextlib import redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,12 +15,15 @@ import torch
 from optuna.pruners import MedianPruner, NopPruner
 from optuna.trial import FrozenTrial, TrialState
 
+from evidence.runs import merge_overrides
 from evidence.search.space import SearchOptions, check_space, overrides_of, parse_space, shown
 from evidence.search.study import DATABASE, Search, open_study
 from mantissa.display import columns, duration, loss
+from trainer.config.command_line import quoted
 from trainer.config.compose import compose, key_of
 from trainer.config.options import parse
 from trainer.config.schema import Config
+from trainer.config.settle import plan_of
 from trainer.errors import NonFiniteError, OutOfMemory, RunError, UserError, first_line
 from trainer.files import SAME, TRACKING_FILE, check_output_dir
 from trainer.hardware import detect
@@ -69,9 +71,9 @@ def main(arguments: list[str]) -> int:
     first = check_space(space, overrides)
     check_output_dir(first.output_dir)
     name, output_dir = options.study or first.name, Path(first.output_dir).expanduser()
-    plan = first.plan(detect(first.device))
-    recipe = plan.config.recipe
-    datasets = None if type(recipe).metrics is Recipe.metrics else plan.config.open_datasets()
+    settled = plan_of(first, detect(first.device)).config
+    recipe = settled.recipe
+    datasets = None if type(recipe).metrics is Recipe.metrics else settled.open_datasets()
     metrics = Metrics(recipe, datasets, first.metrics, torch.device("cpu"))
     kept = sorted(text for text in overrides if key_of(text).partition(".")[0] not in ("output_dir", "tracking"))
     typed = sorted(argument for argument in others if argument not in overrides)
@@ -109,10 +111,9 @@ def run_trials(search: Search, overrides: list[str]) -> None:
         print(f"trial {trial.number}: {' '.join(proposed)} ({len(search.counted())} of {search.trials})", flush=True)
         began = time.monotonic()
         try:
-            config = compose([*overrides, *proposed, f"checkpoint.best={metric}"])
-            tags = {GROUP_TAG: search.study.study_name} | config.tags
-            of_trial = replace(config, run_name=search.run_of(trial), resume=SAME, tags=tags)
-            best = _train(of_trial, trial, search.folder)
+            group = f"tags.{GROUP_TAG}={quoted(search.study.study_name)}"
+            own = [f"checkpoint.best={metric}", f"run_name={quoted(search.run_of(trial))}", f"resume={SAME}"]
+            best = _train(compose(merge_overrides([group], overrides, proposed, own)), trial, search.folder)
         except (Pruned, UserError, NonFiniteError, OutOfMemory) as error:
             if search.trained or not isinstance(error, UserError):  # else it ends the search
                 failed = "" if isinstance(error, Pruned) else "failed: "
@@ -139,7 +140,7 @@ def _train(config: Config, trial: optuna.Trial, folder: Path) -> dict[str, Any]:
     run_class = type("ReportingRun", (TrialRun,), {"trial": trial})
     try:
         with (folder / f"{config.run_name}.log").open("a", encoding="utf-8") as file, redirect_stdout(file):
-            best: dict[str, Any] | None = train(config, run_class=run_class)["best"]
+            best: dict[str, Any] | None = train(config, run_class=run_class).summary["best"]
     finally:
         release_memory()
     if best is None or not math.isfinite(best["value"]):

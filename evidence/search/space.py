@@ -84,6 +84,7 @@ def check_space(space: Space, overrides: list[str]) -> Config:
         UserError: train.py would refuse one of them.
     """
     check_single(overrides, f"search them, as in {PREFIX}precision=choice(fp32,bf16)")
+    from trainer.config.settle import plan_of
     from trainer.hardware import detect
 
     ends = {
@@ -94,7 +95,7 @@ def check_space(space: Space, overrides: list[str]) -> Config:
     others = [first | {key: value} for key, values in ends.items() for value in values[1:]]
     configs = [compose([*overrides, *overrides_of(params)]) for params in (first, *others)]
     for config in configs:
-        config.plan(detect(config.device))
+        plan_of(config, detect(config.device))
     return configs[0]
 
 

@@ -78,7 +78,6 @@ class Hub(TokenizedText, ImageSource):
 
     def splits(self) -> tuple[Text, Text]:
         """Return the column of text, of the dataset's own splits or of one that is divided (see ``split``)."""
-        self.refuse_augment()
         train, valid = self._text("train_split", self.train_split), self._valid_split()
         if valid is None:
             return split(train, self.valid_fraction)

@@ -45,7 +45,6 @@ class Synthetic(TextSource, ImageSource):
 
         Ids lie below ``vocab_size`` whatever the tokenizer is, which is not opened.
         """
-        self.refuse_augment()
         kind = np.uint16 if self.vocab_size <= 2**16 else np.uint32
 
         def draw(seed: int, count: int) -> np.ndarray:
@@ -83,7 +82,6 @@ class Synthetic(TextSource, ImageSource):
 
     def vectors(self, width: int) -> Datasets:
         """Return normal inputs ``x`` and a smooth low-rank teacher's targets ``y``: float32, B × width."""
-        self.refuse_augment()
         teacher = torch.Generator().manual_seed(0)
         inward = torch.randn(width, TEACHER_RANK, generator=teacher) / width**0.5
         outward = torch.randn(TEACHER_RANK, width, generator=teacher) / TEACHER_RANK**0.5

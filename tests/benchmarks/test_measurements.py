@@ -23,6 +23,7 @@ from benchmarks.rows import Bench, Row
 from evidence.stopwatch import Block
 from trainer.config.compose import compose
 from trainer.config.options import run
+from trainer.config.settle import plan_of
 from trainer.hardware import Hardware, detect
 from trainer.parallel.compile import Compile
 from trainer.trainer import Trainer
@@ -41,7 +42,7 @@ WHY = "fp16 products take 95 times as long as fp32's here"
 def test_the_jobs_are_commands_that_resolve() -> None:
     for hardware in (CPU, Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))):
         for job in (gpt2_job(hardware), resnet_job(hardware), BIGNET, TINY_MLP):
-            plan = job.config("precision=bf16", "clip=norm").plan(hardware)
+            plan = plan_of(job.config("precision=bf16", "clip=norm"), hardware)
             assert plan.batching.accumulation == 1, "one microbatch, as the bare loop has it"
 
 

@@ -73,7 +73,7 @@ def go(folder: Path, recipe: str, mode: str, resume: str = "null") -> dict[str, 
     scaled = ("clip=norm", f"scaler.init={2.0**21}", "scaler.interval=3")  # so that the scale also grows
     own = (f"output_dir={folder}", "run_name=run", f"resume={resume}", "tracking=local")
     exactly = (f"precision={mode}", "device=cpu", "deterministic=true")
-    return train(compose(*RECIPES[recipe], *sizes, *scaled, *own, *exactly))
+    return train(compose(*RECIPES[recipe], *sizes, *scaled, *own, *exactly)).summary
 
 
 def end_state(folder: Path) -> tuple[Any, ...]:

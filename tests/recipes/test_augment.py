@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +16,12 @@ from recipes.data.images.augment import AutomaticAugment, ImageAugment, ImageNet
 from recipes.data.images.folder import ImageFolder
 from recipes.data.images.pixels import square
 from recipes.data.images.source import ImageDatasets, ImageSource
-from tests.helpers import CPU, compose
+from tests.helpers import CPU, compose, context
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
-from trainer.data.contract import Datasets, SampleId
-from trainer.recipe import Decision
+from trainer.config.settle import settle
+from trainer.data.contract import SampleId
+from trainer.recipe import Context, Decision
 
 
 def noise(height: int, width: int, seed: int = 0) -> Image.Image:
@@ -31,7 +33,9 @@ def cut(image: Image.Image, size: int, augment: ImageAugment, seed: int | None) 
 
 
 def opened(source: ImageSource, augment: ImageAugment, size: int | None = None) -> ImageDatasets:
-    return replace(source, augment=augment).images(size)
+    datasets = source.images(size)
+    augment.resolve(context(source, datasets=datasets))[0].attach(datasets)
+    return datasets
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +55,16 @@ def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ------------------------------------------------------------------------------------------- what auto is
 
 
+def of_images(side: int | None) -> Context:
+    images = SimpleNamespace(stored_side=side, augment=None)
+    return context(Digits(), datasets=SimpleNamespace(train=images, valid=images, test=None))
+
+
 @pytest.mark.parametrize(("side", "kind"), [(8, "none"), (63, "none"), (None, "none"), (64, "imagenet")])
 def test_auto_does_not_augment_small_and_synthetic_images(side: int | None, kind: str) -> None:
-    mixed = AutomaticAugment(mixup=0.2, cutmix=1.0).choose(side)
+    mixed, [shown] = AutomaticAugment(mixup=0.2, cutmix=1.0).resolve(of_images(side))
     assert (mixed.kind, mixed.mixup, mixed.cutmix) == (kind, 0.2, 1.0)
+    assert (shown.key, shown.value) == ("augment", kind)
 
 
 # -------------------------------------------------------------------------- the same images, however stored
@@ -158,16 +168,15 @@ def test_odd_shapes_can_be_cut() -> None:
 
 
 def test_the_choice_reaches_the_data_and_is_recorded_as_what_auto_became() -> None:
-    def opened(*overrides: str) -> tuple[Datasets, Config, list[Decision]]:
-        config = compose(*overrides).plan(CPU).config
-        datasets = config.open_datasets()
-        return datasets, *config.with_data(datasets, CPU)
+    def settled(*overrides: str) -> tuple[Any, Config, list[Decision]]:
+        found = settle(compose(*overrides), CPU)
+        return found.datasets, found.config, [choice for choice in found.decisions if choice.key == "augment"]
 
-    datasets, config, decisions = opened("recipe=resnet", "augment=light", "augment.shift=0.25")
-    assert datasets.train.augment == config.augment == Light(0.25)
+    datasets, config, decisions = settled("recipe=resnet", "augment=light", "augment.shift=0.25")
+    assert datasets.train.augment == datasets.valid.augment == config.augment == Light(0.25)
     assert decisions == []
-    _, config, [(key, value, why)] = opened("recipe=resnet")
-    assert (key, value, flatten(config)["augment"]) == ("augment", "none", "none")
+    _, config, [(_, value, why)] = settled("recipe=resnet")
+    assert (value, flatten(config)["augment"]) == ("none", "none")
     assert "augment=light" in why
-    _, config, decisions = opened("recipe=gpt2", "recipe.size=nano", "data=synthetic")  # nothing to say about text
+    _, config, decisions = settled("recipe=gpt2", "recipe.size=nano", "data=synthetic")  # nothing to say about text
     assert (decisions, flatten(config)["augment"]) == ([], "none")

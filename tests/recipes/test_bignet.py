@@ -5,11 +5,12 @@ import torch
 from torch import nn
 
 from tests.helpers import CPU, compose, fit, trainer_of
+from trainer.config.settle import plan_of
 
 
 def test_amp_mlp_is_the_network_of_pytorchs_recipe() -> None:
     config = compose("experiment=amp_mlp", "data.samples=8")
-    plan = config.plan(CPU)
+    plan = plan_of(config, CPU)
     assert (plan.steps, plan.batching.batch_size, plan.batching.micro_batch_size) == (150, 512, 512)
     with torch.device("meta"):
         model = config.recipe.build_model(config.recipe.datasets(config.data, 0))

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from recipes.data.images.folder import ImageFolder
 from recipes.data.images.pixels import held_out
 from recipes.data.images.source import ImageSource
 from recipes.data.synthetic import Synthetic
-from tests.helpers import same_bits
+from tests.helpers import context, same_bits
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 
@@ -102,9 +101,8 @@ def test_a_damaged_image_is_named_or_replaced(tmp_path: Path, caplog: pytest.Log
 
 def test_every_source_reports_the_stored_size_of_its_images_to_auto(tmp_path: Path) -> None:
     def chosen(source: ImageSource, size: int) -> ImageAugment:
-        data = replace(source, augment=AutomaticAugment()).images(size)
-        assert data.augment == data.train.augment == data.valid.augment
-        return data.augment
+        datasets = source.images(size)
+        return AutomaticAugment().resolve(context(source, datasets=datasets))[0]
 
     assert chosen(Digits(), 224) == ImageAugment()
     assert chosen(Synthetic(classes=2), 64) == ImageAugment()

@@ -12,13 +12,14 @@ import torch
 from recipes.bert import MaskedWindows
 from recipes.t5 import SpanCorruption
 from tests.helpers import CPU, compose, fit, trainer_of
+from trainer.config.settle import plan_of
 from trainer.data.contract import SampleId
 
 TINY = ["recipe=t5", "recipe.context=24", "data=synthetic", "data.vocab_size=90", "batch_size=8", "eval_samples=16"]
 
 
 def test_a_sample_has_the_published_length_and_the_vocabulary_is_padded() -> None:
-    config = compose("recipe=t5", "recipe.size=small", "data=synthetic", "data.vocab_size=32000").plan(CPU).config
+    config = plan_of(compose("recipe=t5", "recipe.size=small", "data=synthetic", "data.vocab_size=32000"), CPU).config
     datasets = config.open_datasets()
     data: Any = datasets.train
     assert (data.window, data.noise, data.spans) == (568, 85, 28)

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from recipes.data.images.arrays import Digits
 from recipes.resnet import Normalise, ResNet
+from tests.helpers import context
 from trainer.data.contract import Batch, SampleId
 from trainer.errors import UserError
 from trainer.hardware import Hardware
@@ -18,7 +19,7 @@ GPU = Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))
 
 
 def ready(**options: object) -> ResNet:
-    return ResNet(**{"arch": "resnet18"} | options).resolve(CPU, Digits())[0]
+    return ResNet(**{"arch": "resnet18"} | options).resolve(context(Digits()))[0]
 
 
 def built(recipe: ResNet) -> Any:
@@ -44,12 +45,12 @@ class Stub(nn.Module):
 
 
 def test_auto_chooses_by_the_device_and_reports_how_to_change_it() -> None:
-    recipe, [choice] = ResNet().resolve(CPU, Digits())
+    recipe, [choice] = ResNet().resolve(context(Digits()))
     assert (choice.key, choice.value, recipe.arch) == ("recipe.arch", "resnet18", "resnet18")
     assert "recipe.arch=resnet50" in choice.why
-    recipe, _ = ResNet().resolve(GPU, Digits())
+    recipe, _ = ResNet().resolve(context(Digits(), GPU))
     assert (recipe.arch, recipe.sizes(GPU).batch_size) == ("resnet50", 256)
-    assert ready(arch="convnext_tiny").resolve(CPU, Digits())[1] == []
+    assert ready(arch="convnext_tiny").resolve(context(Digits()))[1] == []
 
 
 def test_the_head_has_the_classes_of_the_data() -> None:

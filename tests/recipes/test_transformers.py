@@ -12,6 +12,7 @@ import torch
 
 from recipes.gpt2 import GPT2
 from tests.helpers import CPU, compose, fit, gradients, same_bits, trainer_of
+from trainer.config.settle import plan_of
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.recipe import Sizes
@@ -46,7 +47,7 @@ def test_published_sizes_have_their_parameters(
     recipe: str, size: str, more: str, vocabulary: int, blocks: int, parameters: int
 ) -> None:
     job = (f"recipe={recipe}", f"recipe.size={size}", f"recipe.{more}", "data=synthetic")
-    config = compose(*job, f"data.vocab_size={vocabulary}").plan(CPU).config
+    config = plan_of(compose(*job, f"data.vocab_size={vocabulary}"), CPU).config
     datasets = config.open_datasets()
     with torch.device("meta"):
         model = config.recipe.build_model(datasets)
@@ -69,7 +70,7 @@ def test_auto_is_small_on_a_cpu_and_published_on_a_gpu(
 ) -> None:
     for hardware, (size, context, sizes) in ((CPU, on_cpu), (GPU, on_gpu)):
         config = compose(f"recipe={recipe}", "data=synthetic")
-        _, choices = config.recipe.resolve(hardware, config.data)
+        _, choices = config.recipe.resolve(context(config.data, hardware))
         found = [(choice.key, choice.value) for choice in choices]
         assert found == [("recipe.size", size), ("recipe.context", context)]
         assert replace(config.recipe.sizes(hardware), why="") == Sizes(*sizes)
@@ -78,9 +79,9 @@ def test_auto_is_small_on_a_cpu_and_published_on_a_gpu(
 @pytest.mark.parametrize(("flags", "cores", "batch_size"), [((), 2, 4), ((), 8, 16), (("avx512_bf16",), 2, 16)])
 def test_a_slow_cpu_has_smaller_batches(flags: tuple[str, ...], cores: int, batch_size: int) -> None:
     hardware = replace(CPU, cpu_flags=frozenset(flags), cpu_cores=cores)
-    plan = compose("recipe=gpt2", "data=synthetic").plan(hardware)
+    plan = plan_of(compose("recipe=gpt2", "data=synthetic"), hardware)
     assert (plan.config.batch_size, plan.batching.batch_size, plan.steps) == (batch_size, batch_size, 200)
-    other = compose("recipe=gpt2", "recipe.size=nano", "data=synthetic").plan(hardware)
+    other = plan_of(compose("recipe=gpt2", "recipe.size=nano", "data=synthetic"), hardware)
     assert other.batching.batch_size == 16  # takes seconds anyway
 
 

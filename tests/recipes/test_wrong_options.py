@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers import CPU, PROJECT, compose
+from trainer.config.settle import settle
 from trainer.errors import UserError
 
 ROWS = {
@@ -86,6 +87,6 @@ ROWS = {
 def test_what_cannot_work_is_named(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PROJECT)
     with pytest.raises(UserError) as refused:
-        compose(*f"recipe={command}".split()).plan(CPU).config.open_datasets()
+        settle(compose(*f"recipe={command}".split()), CPU)
     assert command.split()[-1].partition("=")[0] in str(refused.value)
     assert ROWS[command] in str(refused.value)

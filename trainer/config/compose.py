@@ -18,14 +18,18 @@ from trainer.config.registration import key_of as key_of
 
 if TYPE_CHECKING:  # it takes torch, for which mistakes in the command line do not wait
     from trainer.config.schema import Config
+    from trainer.recipe import Recipe
 
 
-def compose(overrides: Sequence[str], recorded: Mapping[str, Any] | None = None) -> Config:
+def compose(
+    overrides: Sequence[str], recorded: Mapping[str, Any] | None = None, recipe: Recipe | None = None
+) -> Config:
     """Return the config that scripts/train.py would train with these overrides.
 
     Args:
         overrides: of the command line.
         recorded: options of a run that take the place of the defaults, by dotted key; those of a group all together.
+        recipe: takes the place of the composed one; None: that one.
 
     Raises:
         UserError: one of them is a mistake.
@@ -36,7 +40,7 @@ def compose(overrides: Sequence[str], recorded: Mapping[str, Any] | None = None)
 
         check_single(overrides, "set one of them")
         name, kept, overrides = base(read(overrides), recorded)
-        return build(hydra.compose(name, overrides), overrides, kept)
+        return build(hydra.compose(name, overrides), overrides, kept, recipe)
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ class InitFrom:
     """Of the best weights of a run."""
     exported: bool
     """Whether they are those in ``best/``; else those of a checkpoint."""
+    taken: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the run that the new one has taken over, by dotted key."""
 
     @classmethod
     def open(cls, given: str, output_dir: str, uri: str | None) -> InitFrom:
@@ -101,47 +103,48 @@ class InitFrom:
         return {"run": self.path.name, "mlflow_run_id": sent, "step": self.step}
 
 
-def adopt(composed: DictConfig, typed: Collection[str], name: str) -> tuple[InitFrom | None, list[Decision]]:
-    """Find the run that ``init_from`` names, and give the config those of its options that the weights depend on.
-
-    A new run that has a checkpoint, and is continued (``resume=auto``, or torchrun's restart), has those options
-    recorded: the run that it started from is not needed again.
+def adopt(composed: DictConfig, typed: Collection[str], name: str) -> tuple[InitFrom | None, dict[str, Any]]:
+    """Find what ``init_from`` names, and return it with the options that its weights depend on, by dotted key.
 
     Args:
-        composed: by Hydra; changed in place.
-        typed: the keys of the command line, which are not changed.
+        composed: by Hydra.
+        typed: the keys of the command line, which are not among the options.
         name: the name of the run.
 
     Returns:
-        The run, and the options taken over; None: a run from random weights, or one that is resumed.
+        The weights; None: those of the recipe, or of a run that is resumed, whose record has the options.
 
     Raises:
         UserError: there is no such run, it is of another recipe, or a typed option contradicts it.
     """
     given, resume = composed.init_from, composed.resume
     if given is None or resume not in NO_FOLDER:
-        return None, []
+        return None, {}
+    # The recipe opens it itself: a hub id, a folder of another library, published weights.
     if "pretrained" in composed.recipe and not _names_run(given):
         if is_kept(given):
             raise UserError(f"init_from={given} holds no weights; use init_from={Path(given).parent / BEST}")
-        composed.recipe.pretrained = given
-        return None, []
-    cls: Any = OmegaConf.get_type(composed.recipe)
-    options = [f"recipe.{option}" for option in (*cls.architecture, *cls.adjustable)]
-    if own := to_continue(composed.output_dir, name, resume):
-        recorded = own.config()
-        for key in {*options, "data.tokenizer"} & recorded.keys() - set(typed):
-            group, _, option = key.partition(".")
-            if option in composed[group]:
-                OmegaConf.update(composed, key, recorded[key])
-        return None, []
+        return None, {"recipe.pretrained": given}
+    # The run has begun already: what it started from is not needed again.
+    if to_continue(composed.output_dir, name, resume):
+        return None, {}
     source = InitFrom.open(given, composed.output_dir, composed.tracking.uri)
+    # A file of another program, which says nothing about options.
     if not source.config:
-        return source, []
+        return source, {}
+    # A run.
+    options = _of_run(source, given, composed, typed)
+    return replace(source, taken=options), options
+
+
+def _of_run(source: InitFrom, given: str, composed: DictConfig, typed: Collection[str]) -> dict[str, Any]:
+    """Return those of a run's options that its weights depend on, where the new run has others."""
+    cls: Any = OmegaConf.get_type(composed.recipe)
     recipe = source.config["recipe"]
     if recipe != cls.name:
         raise UserError(f"init_from={given} is a run of recipe={recipe}, not of recipe={cls.name}; set recipe={recipe}")
-    kept: dict[str, Any] = {}
+    taken: dict[str, Any] = {}
+    options = [f"recipe.{option}" for option in (*cls.architecture, *cls.adjustable)]
     about = {f"recipe.{option}": value for option, value in source.about().items() if option in cls.adjustable}
     for key, before in ({key: source.config[key] for key in options if key in source.config} | about).items():
         if key == "recipe.pretrained" and before is not None and source.exported:
@@ -150,14 +153,12 @@ def adopt(composed: DictConfig, typed: Collection[str], name: str) -> tuple[Init
         if before == now:
             continue
         if key not in typed:
-            kept[key] = before
+            taken[key] = before
         elif key.removeprefix("recipe.") in cls.architecture and now != "auto":
             raise _contradicted(key, now, given, before)
-    if cls.unit != "images" and "recipe.pretrained" not in kept:  # which brings its tokenizer
-        kept |= _tokenizer(source, given, composed, typed)
-    for key, value in kept.items():
-        OmegaConf.update(composed, key, value)
-    return source, [Decision(key, value, f"as in {source.path}") for key, value in kept.items()]
+    if cls.unit != "images" and "recipe.pretrained" not in taken:  # which brings its tokenizer
+        taken |= _tokenizer(source, given, composed, typed)
+    return taken
 
 
 def _names_run(given: str) -> bool:

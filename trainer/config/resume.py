@@ -1,8 +1,9 @@
 """Resuming: which earlier run a command continues, and what may differ from it.
 
-``resume=FOLDER`` composes the command line on the folder's config.json, which is complete: ``auto`` has become a
-number, for example. ``resume=auto`` and ``resume=same`` compose the command line as it is, and find the run by its
-name. In every case ``check_same`` refuses what ``may_change`` does not allow.
+One rule: what is recorded counts as typed. ``resume=FOLDER`` composes the command line on the folder's config.json.
+``resume=auto`` and ``resume=same`` compose the command line as it is, find the run by its name, and take from its
+record what is still ``auto`` (``settle.plan_of``). In every case ``check_same`` refuses what ``may_change`` does not
+allow.
 """
 
 from __future__ import annotations
@@ -10,22 +11,26 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+import mantissa
 from trainer.checkpoint import store as checkpoint
 from trainer.config import external_recipes
 from trainer.config.command_line import CommandLine
 from trainer.config.explain import explained
 from trainer.config.registration import CONF, flatten, groups, register, root
 from trainer.config.schema import Config
+from trainer.config.settle import plan_of
 from trainer.config.step import Plan
 from trainer.data.loader import OnDeviceLoader
 from trainer.errors import UserError
-from trainer.files import CONFIG_FILE, NO_FOLDER, SAME, check_output_dir, final_status, read_object
+from trainer.files import CONFIG_FILE, NO_FOLDER, SAME, check_output_dir, final_status
+from trainer.hardware import Hardware
+from trainer.parallel.world import World
 from trainer.run_folder import RunFolder, named, same_place, to_continue
 
 State = Literal["complete", "not finite", "interrupted"]
@@ -74,16 +79,22 @@ def base(line: CommandLine, recorded: Mapping[str, Any] | None = None) -> tuple[
         recorded = options_of(folder) | {"resume": str(folder.path)}
         if line.value("epochs") is not None:  # in the place of the steps that epochs became
             del recorded["steps"]
-    if line.value("recipe_path") is None and recorded is not None:
-        external_recipes.use_folder(recorded.get("recipe_path"))
-    register()
+        external_recipes.use_folder(line.value("recipe_path", recorded.get("recipe_path")))
+        register()
+        try:
+            _register(recorded)
+        except UserError as error:
+            raise _of_another_version(folder, str(error)) from error
+    elif recorded is not None:
+        external_recipes.use_folder(line.value("recipe_path", recorded.get("recipe_path")))
+        register()
+        _register(recorded)
+    else:
+        register()
     arguments = list(line.arguments)
     if searched := external_recipes.config_folders():
         arguments.append(f"hydra.searchpath={[f'file://{path}' for path in searched]}")
-    if recorded is None:
-        return "config", {}, arguments
-    _register(recorded)
-    return _NAME, recorded, arguments
+    return ("config", {}, arguments) if recorded is None else (_NAME, recorded, arguments)
 
 
 def options_of(folder: RunFolder) -> dict[str, Any]:
@@ -103,7 +114,7 @@ def _register(recorded: Mapping[str, Any]) -> None:
         if any(key.partition(".")[0] == group for key in recorded):
             kind = str(recorded.get(group)) if len(choices) > 1 else next(iter(choices))
             if kind not in choices:
-                raise UserError(f"config.json names {group}={kind:.60}, which this version does not have")
+                raise UserError(f"config.json: there is no {group}={kind:.60}")
             config[group] = choices[kind]
             chosen.add(group)
     with explained("config.json: "):
@@ -122,7 +133,7 @@ def _register(recorded: Mapping[str, Any]) -> None:
     store.store(_NAME, OmegaConf.merge(main, OmegaConf.masked_copy(config, list(others))))
 
 
-def may_change(key: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
+def may_change(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Return whether a key may differ between a run (``before``, by dotted keys) and its continuation."""
     if key == "loader":  # the one that repeats a single batch is other training data
         return OnDeviceLoader.kind not in (before.get(key), now.get(key))
@@ -133,18 +144,20 @@ def may_change(key: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
     return key == "data.on_error" or key.partition(".")[0] in MAY_CHANGE
 
 
-def check_same(folder: RunFolder, flat: dict[str, Any]) -> None:
-    """Refuse to continue a run under a config (``flat``, by dotted keys) that would make it another run.
+def check_same(folder: RunFolder, before: Mapping[str, Any], flat: dict[str, Any]) -> None:
+    """Refuse to continue a run under a config that would make it another run; both by dotted keys.
 
     Raises:
         UserError: names the keys that differ, the recipe first.
     """
-    before = folder.config()
     different = {
         key: values
         for key, values in _differences(before, flat).items()
         if not may_change(key, before, flat) and not folder.is_gone(key, values[0])
     }
+    if new := [key for key in different if _is_of_one(key, before, flat)]:
+        where = "config.json has" if new[0] in flat else "there is"
+        raise _of_another_version(folder, f"{where} no {new[0]}")
     if different:
         keys = ["recipe"] if "recipe" in different else list(different)[:4]
         changes = ", ".join(f"{key} was {different[key][0]}, now {different[key][1]}" for key in keys)
@@ -152,7 +165,7 @@ def check_same(folder: RunFolder, flat: dict[str, Any]) -> None:
         raise UserError(f"cannot resume {folder.path}: {changes}; {restore} or start a new run")
 
 
-def _differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return what differs between two configs by dotted key: before, now. A path may be written in another way."""
     values = {key: (before.get(key), now.get(key)) for key in dict.fromkeys([*before, *now])}
     return {
@@ -164,42 +177,87 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple
     }
 
 
-def earlier_folder(config: Config, plan: Plan[Config]) -> RunFolder | None:
-    """Return the folder of the run to resume, if any: what torchrun's restart interrupted, or what ``resume`` says.
+class Earlier(NamedTuple):
+    """A run that may be continued."""
 
-    ``resume`` is a folder, an address in MLflow, ``auto``: the newest folder of this run name with a checkpoint, or
-    ``same``: see ``_same_run``.
+    folder: RunFolder
+    recorded: Mapping[str, Any]
+    """Its options, by dotted key."""
+    state: State | None
+    must_be_same: bool = False
+    """Whether it is meant only if it has the very options of the new command."""
+
+
+def earlier_runs(config: Config) -> list[Earlier]:
+    """Return the runs that ``resume``, or torchrun's restart, may mean, the first choice first; rank 0 calls it.
+
+    ``resume`` is a folder; ``auto``: the newest one of this run name with a checkpoint; or ``same``: those of this
+    name, first the ones that are settled, then the newest to be resumed.
 
     Raises:
-        UserError: ``resume`` names no run, or the output folder cannot be written.
+        UserError: the output folder cannot be written, or a record cannot be read.
     """
     check_output_dir(config.output_dir)
-    if found := to_continue(config.output_dir, config.name, config.resume):
-        return found
+    if (folder := to_continue(config.output_dir, config.name, config.resume)) is not None:
+        return [Earlier(folder, folder.config(), state_of(folder))]
     if config.resume == SAME:
-        return _same_run(config, plan)
-    if config.resume in NO_FOLDER:
-        return None
-    return RunFolder.open("resume", config.resume, config.output_dir, config.tracking.uri)
+        begun = [folder for folder in named(config.output_dir, config.name) if _is_recorded(folder)]
+        states = [(folder, state_of(folder)) for folder in begun]
+        runs = [Earlier(folder, folder.config(), state, True) for folder, state in states if state is not None]
+        return sorted(runs, key=lambda run: run.state == "interrupted")
+    if config.resume is None or config.resume in NO_FOLDER:
+        return []
+    folder = RunFolder.open("resume", config.resume, config.output_dir, config.tracking.uri)
+    recorded = config.recorded or folder.config()  # a YAML may name the folder, on which the config is not composed
+    return [Earlier(folder, recorded, state_of(folder))]
 
 
-def _same_run(config: Config, plan: Plan[Config]) -> RunFolder | None:
-    """Return the folder of the run with this name and these options: one that is settled, else the newest to resume.
+class Continued(NamedTuple):
+    """The run that a command continues."""
 
-    None: there is none, or only runs that ended before their first checkpoint. Stricter than ``check_same``: another
-    number of steps, another loader or profiler would give other results. What is still ``auto`` follows from the rest.
+    folder: RunFolder
+    recorded: Mapping[str, Any]
+    """See ``Earlier``."""
+    state: State | None
+    plan: Plan[Config]
+    """What the command becomes with this record."""
+
+
+def find_earlier(config: Config, hardware: Hardware, world: World) -> Continued | None:
+    """Return the run that is continued; None: a new run begins. Every rank calls it.
+
+    Of ``resume=same`` that is a run with these very options. Stricter than ``check_same``: another number of steps,
+    another loader or profiler would give other results. What is still ``auto`` follows from the rest.
+
+    Raises:
+        UserError: see ``earlier_runs`` and ``settle.plan_of``.
     """
-    found = []
-    for folder in named(config.output_dir, config.name):
-        if os.path.lexists(folder.path / CONFIG_FILE) and (state := state_of(folder)) is not None:
-            now = flatten(as_before(folder, config, plan).config)
-            if all(
-                (key.partition(".")[0] in _ELSEWHERE and key != "checkpoint.best")
-                or (value == "auto" and key != "augment")
-                for key, (_, value) in _differences(folder.config(), now).items()
-            ):
-                found.append((state == "interrupted", folder))
-    return min(found, key=lambda each: each[0], default=(False, None))[1]
+    for earlier in world.run_on_main(partial(earlier_runs, config)):
+        planned = plan_of(config, hardware, world, earlier.recorded)
+        different = _differences(earlier.recorded, flatten(planned.config))
+        if not earlier.must_be_same or all(
+            (key.partition(".")[0] in _ELSEWHERE and key != "checkpoint.best") or (now == "auto" and key != "augment")
+            for key, (_, now) in different.items()
+        ):
+            return Continued(earlier.folder, earlier.recorded, earlier.state, planned)
+    return None
+
+
+def _of_another_version(folder: RunFolder, why: str) -> UserError:
+    return UserError(
+        f"cannot resume {folder.path}: it was written by {folder.version}, whose options are not those of this "
+        f"version, {mantissa.__version__} ({why}); start a new run from its weights with init_from={folder.path}"
+    )
+
+
+def _is_of_one(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether only one of two versions has a key, for the same choice of its group."""
+    group, dot, _ = key.partition(".")
+    return (key in before) != (key in now) and (not dot or before.get(group) == now.get(group))
+
+
+def _is_recorded(folder: RunFolder) -> bool:
+    return os.path.lexists(folder.path / CONFIG_FILE)
 
 
 def state_of(folder: RunFolder) -> State | None:
@@ -210,25 +268,3 @@ def state_of(folder: RunFolder) -> State | None:
     if status == "FAILED" and folder.summary().get("failure"):
         return "not finite"
     return "interrupted" if checkpoint.steps(folder.checkpoints) else None
-
-
-def as_before(folder: RunFolder, config: Config, plan: Plan[Config]) -> Plan[Config]:
-    """Return the plan with what ``auto`` became when the run in ``folder`` was started.
-
-    That is where data, memory or a measurement decides it. The weights are the checkpoint's. ``config`` is as composed,
-    ``plan`` what it became now.
-    """
-    before, batching = folder.config(), plan.batching
-    size = before.get("micro_batch_size", 0)
-    other = isinstance(size, int) and 0 < size != batching.micro_batch_size
-    if config.micro_batch_size == "auto" and other and batching.batch_size % (size * batching.ranks) == 0:
-        plan = plan.with_micro_batch_size(size, "as at the start of the run")
-    saving = [each._replace(value=before[each.key]) for each in config.recipe.memory_overrides() if each.key in before]
-    now = replace(plan.config, source=None, recipe=plan.config.recipe.chosen(saving))
-    if before.get("recipe") == now.recipe.name and before.get("data") == now.data.kind:
-        tokenizer = read_object(folder.path / CONFIG_FILE).get("data.tokenizer")
-        if tokenizer is not None and getattr(now.data, "tokenizer", None) == tokenizer:
-            where: Any = {"tokenizer": before["data.tokenizer"]}  # that of another run is kept in this one's folder
-            now = replace(now, data=replace(now.data, **where))
-        now = replace(now, augment=now.augment.as_before(str(before.get("augment"))))
-    return replace(plan, config=now)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.init_from import InitFrom
@@ -58,9 +60,6 @@ class RunConfig:
     """Optimizer steps between two lines of logged metrics (metrics.jsonl)."""
     recipe_path: str | None = None
     """Folder with your own recipes; null: only ``recipes/``."""
-    init_from: str | None = None
-    """Weights to start from: the best of a run (its folder, its ``best/``, or ``mlflow:RUN_ID``), a hub id, a
-    save_pretrained folder, published weights of image classifiers by name (DEFAULT), or a file of another program."""
     resume: str | None = None
     """Run to continue: its folder or ``mlflow:RUN_ID``; auto: the newest run of this name, or a new one; same: the run
     with this name and these options, as in sweeps; null: start a new run."""
@@ -79,6 +78,8 @@ class Config(RunConfig, StepConfig):
     """All options of a run, in one level as on the command line."""
 
     source: InitFrom | None = field(default=None, metadata=NO_OPTION)
+    recorded: Mapping[str, Any] = field(default_factory=dict, metadata=NO_OPTION)
+    """What it was composed on: the options of the run that ``resume=FOLDER`` continues, by dotted key."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

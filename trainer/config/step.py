@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from trainer.data.contract import Datasets
 from trainer.data.loader import Batching, Loader
@@ -19,7 +18,6 @@ from trainer.optim.schedule import Schedule
 from trainer.optim.update import Clip
 from trainer.parallel.activation import ActivationCheckpointing
 from trainer.parallel.compile import Compile
-from trainer.parallel.world import World
 from trainer.parallel.wrap import Parallel
 from trainer.precision import kernels
 from trainer.precision.modes import Precision, allow_cudnn_attention
@@ -33,7 +31,7 @@ EPOCH = "epoch"
 
 @dataclass
 class StepConfig:
-    """All options of a ``Trainer``. It does not change: ``plan`` returns what it becomes."""
+    """All options of a ``Trainer``. It does not change: ``settle`` returns what it becomes."""
 
     recipe: Recipe
     """What is trained: model, loss and metrics."""
@@ -90,10 +88,13 @@ class StepConfig:
     """Parameters or modules to freeze, by name or pattern: ``[layer1, "*.bn1", wte]``."""
     deterministic: bool = False
     """Bitwise reproducible results on the same hardware; some operations are slower."""
+    init_from: str | None = None
+    """Weights to start from: the best of a run (its folder, its ``best/``, or ``mlflow:RUN_ID``), a hub id, a
+    save_pretrained folder, published weights of image classifiers by name (DEFAULT), or a file of another program."""
     source: Any = field(default=None, metadata=NO_OPTION)
-    """The run that the first weights come from, see ``init_from``; None: they are the recipe's."""
-    preset: tuple[Decision, ...] = field(default=(), metadata=NO_OPTION)
-    """What was chosen while the config was composed."""
+    """The run that ``init_from`` names, see ``config.init_from``; None: the first weights are the recipe's."""
+    typed: frozenset[str] = field(default=frozenset(), metadata=NO_OPTION)
+    """The keys that the user has set, or that the config was composed on; others have a default."""
 
     def __post_init__(self) -> None:
         if self.eval_every in (0, "off", "none", "never") or self.eval_samples == 0:
@@ -116,15 +117,19 @@ class StepConfig:
         self.precision.check_operators()
         self.parallel.check(self.precision)
         self.optimizer.check(self.parallel.kind, self.precision.format)
-        self.data.augmented(self.augment)  # refuses what has no effect
-        self.augment.check(self.recipe)
+        self.augment.check(self.recipe, self.data)
 
-    def set_up(self, hardware: Hardware, convolves: bool = False) -> str:
-        """Set torch up in this process, and return how 16-bit operands are multiplied, see ``kernels.choose``."""
-        chosen = kernels.choose(self.precision.half, self.precision.kernels, hardware, convolves)
-        self.precision.apply(chosen)
+    def set_up(self) -> None:
+        """Set torch up in this process: number formats, attention, determinism. ``use_kernels`` follows."""
+        self.precision.apply()
         allow_cudnn_attention(not self.recipe.masks_attention)
         set_determinism(self.deterministic)
+
+    def use_kernels(self, hardware: Hardware, convolves: bool) -> str:
+        """Choose how this process multiplies 16-bit operands of a model, and return it, see ``kernels.choose``."""
+        chosen = kernels.choose(self.precision.half, self.precision.kernels, hardware, convolves)
+        if self.precision.half is not None:
+            kernels.use(self.precision.half, chosen)
         return chosen
 
     def open_datasets(self) -> Datasets:
@@ -133,77 +138,7 @@ class StepConfig:
         Raises:
             UserError: the data cannot be had, or does not suit the recipe.
         """
-        return self.recipe.datasets(self.data.augmented(self.augment), self.seed)
-
-    def with_data(self, datasets: Datasets, hardware: Hardware) -> tuple[Self, list[Decision]]:
-        """Return the config with the ``auto`` values that depend on the data resolved, and the decisions to report."""
-        workers = self.loader.processes(datasets.decodes, hardware)
-        augment, decisions = self.augment.data_decisions(datasets)
-        config = replace(self, loader=replace(self.loader, workers=workers), augment=augment)
-        return config, [*self.recipe.data_decisions(datasets), *decisions]
-
-    def plan(self, hardware: Hardware, world: World | None = None) -> Plan[Self]:
-        """Return what ``auto`` becomes on the hardware, and check that all fits together; without ``world``, alone.
-
-        Raises:
-            UserError: a precision this hardware lacks, a batch that does not divide, data the recipe cannot use.
-        """
-        self.precision.check(hardware)
-        recipe, chosen = self.recipe.resolve(hardware, self.data)
-        world = world or World()
-        decisions = [*self.preset, *chosen]
-        sizes = world.run_on_main(lambda: recipe.sizes(hardware))  # which may measure
-        numbers: dict[str, Any] = {}
-
-        def number(key: str, auto: int, why: str) -> int:
-            typed = getattr(self, key)
-            if typed == "auto":
-                decisions.append(Decision(key, auto, why))
-            value: int = auto if typed == "auto" else typed
-            check_number(key, value)
-            numbers[key] = value
-            return value
-
-        default = sizes.why or f"the recipe's own for a {'GPU' if hardware.is_gpu else 'CPU'}"
-        opened, auto, why, epoch = None, sizes.steps, default, Fraction(0)
-        if self.epochs is not None or self.eval_every == EPOCH:
-            opened = world.main_first(replace(self, recipe=recipe).open_datasets)
-            samples, typed = len(opened.train), self.batch_size
-            epoch = Fraction(samples, typed if isinstance(typed, int) else sizes.batch_size)
-        if self.epochs is not None:
-            auto, why = math.ceil(Fraction(str(self.epochs)) * epoch), f"epochs={self.epochs:g} of {samples:,} samples"
-        steps = number("steps", auto, why)
-        if self.schedule.warmup(steps) >= max(2, steps):
-            raise UserError(
-                f"schedule.warmup_steps={self.schedule.warmup_steps} must be less than steps={steps}; "
-                "use schedule.warmup_steps=auto or a longer run"
-            )
-        batch_size = number("batch_size", sizes.batch_size, default)
-        most = min(batch_size, sizes.micro_batch_size)
-        least = self.augment.micro_batch_multiple
-        fitting = max((s for s in range(least, most + 1, least) if batch_size % (s * world.size) == 0), default=1)
-        micro_batch_size = number("micro_batch_size", fitting, default)
-        if micro_batch_size % least:
-            raise UserError(
-                f"micro_batch_size={micro_batch_size} must be a multiple of {least} for {self.augment.effect()}, which "
-                "mixes neighbours; use another one, or another batch_size"
-            )
-        tenth = max(steps // 10, min(steps, 25))
-        if self.eval_every == EPOCH or (self.eval_every == "auto" and self.epochs is not None):
-            eval_every, numbers["eval_every"] = epoch, EPOCH
-            decisions += [Decision("eval_every", EPOCH, "as epochs is set")] if self.eval_every == "auto" else []
-        else:
-            eval_every = Fraction(number("eval_every", tenth, "at most ten evaluations per run"))
-        few, every = (10 * batch_size, "at most ten training batches"), numbers["eval_every"]
-        number("eval_samples", *((len(opened.valid), "all") if opened and every == EPOCH else few))
-        return Plan(
-            config=replace(self, recipe=recipe, epochs=None, **numbers),
-            batching=Batching(batch_size, micro_batch_size, world.size, world.rank),
-            eval_every=eval_every,
-            save_every=tenth if epoch else None,
-            decisions=tuple(decisions),
-            opened=opened,
-        )
+        return self.recipe.datasets(self.data, self.seed)
 
 
 Config = TypeVar("Config", bound=StepConfig)
@@ -211,19 +146,19 @@ Config = TypeVar("Config", bound=StepConfig)
 
 @dataclass(frozen=True)
 class Plan(Generic[Config]):
-    """What a config becomes on some hardware."""
+    """What a config becomes on some hardware, see ``trainer.config.settle.plan_of``."""
 
     config: Config
-    """The same with values in the place of ``auto``, as it is recorded."""
+    """The same with values in the place of ``auto``, as it is recorded; what open data decides is still ``auto``."""
     batching: Batching
     eval_every: Fraction
     """Optimizer steps between two evaluations; an epoch need not be a whole number of them."""
-    save_every: int | None = None
+    save_every: int | None
     """Optimizer steps between two checkpoints where epochs may be long; None: one at every evaluation is enough."""
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[Decision, ...]
     """What was chosen, to be shown."""
-    opened: Datasets | None = None
-    """The data, where it had to be opened to count the steps of ``epochs``."""
+    datasets: Datasets | None
+    """The data, where it had to be opened to count the steps of an epoch."""
 
     @property
     def steps(self) -> int:
@@ -244,14 +179,3 @@ class Plan(Generic[Config]):
     def evaluations(self) -> int:
         """How many steps of the run ``evaluates`` names; an interval below one step ends in each."""
         return min(self.steps, (self.steps - 1) // self.eval_every + 1)
-
-    def with_micro_batch_size(self, size: int, why: str) -> Self:
-        """Return it with another micro_batch_size."""
-        key = "micro_batch_size"
-        others = [each for each in self.decisions if each.key != key]
-        return replace(
-            self,
-            config=replace(self.config, micro_batch_size=size),
-            batching=replace(self.batching, micro_batch_size=size),
-            decisions=(*others, Decision(key, size, why)),
-        )

@@ -9,12 +9,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, repeat
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from torch.utils.data import DataLoader
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.errors import RunError, UserError, check_number, first_line
 from trainer.hardware import Hardware, select
+
+if TYPE_CHECKING:  # a loading process imports this module, and needs no recipe
+    from trainer.recipe import Context, Decision
 
 T = TypeVar("T")
 STEPS_AHEAD = 2
@@ -194,12 +197,13 @@ class Loader:
     def __post_init__(self) -> None:
         check_number("loader.workers", self.workers, 0)
 
-    def processes(self, decodes: bool, hardware: Hardware) -> int:
-        """Return ``workers``, where it is not auto, else what that stands for."""
-        if not isinstance(self.workers, str):
-            return self.workers
-        cores = hardware.cpu_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        return max(1, min(16, cores - 2 if cores > 4 else cores)) if decodes else 0
+    def resolve(self, context: Context) -> tuple[Self, list[Decision]]:
+        """Return the loader with as many workers as the open data needs; nothing about it is worth showing."""
+        if self.workers != "auto" or context.datasets is None:
+            return self, []
+        cores = context.hardware.cpu_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        enough = max(1, min(16, cores - 2 if cores > 4 else cores)) if context.datasets.decodes else 0
+        return replace(self, workers=context.recorded.get("loader.workers", enough)), []
 
     def batches(
         self, dataset: Dataset, samples: Iterable[list[SampleId]], hardware: Hardware, in_a_step: int = 1

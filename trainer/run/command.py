@@ -105,7 +105,7 @@ def _train_one(
         with explained():
             config = build(composed, overrides, recorded)
         clear_line()
-        return 0, train(config, run_class or Run, brief=brief), False
+        return 0, train(config, run_class or Run, brief=brief).summary, False
     except (Exception, KeyboardInterrupt) as error:
         some_ranks = launched_processes() > 1 and not getattr(error, "shared", False)
         return (

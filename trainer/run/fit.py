@@ -5,114 +5,88 @@ from __future__ import annotations
 import gc
 import logging
 import re
-from dataclasses import replace
 from functools import partial
 
 import torch
 
 from mantissa.step.ledger import MIB, STEADY
-from mantissa.step.memory import available_bytes
 from trainer.config.schema import Config
-from trainer.config.step import Plan
+from trainer.config.settle import MICRO, Settled, alone, free_bytes
 from trainer.data.contract import Datasets, SampleId
 from trainer.data.loader import Batching
 from trainer.errors import OutOfMemory, first_line
 from trainer.hardware import CPU, Hardware, keep_freed_memory, release_kept_memory
-from trainer.parallel.world import World, launched_local_rank
-from trainer.parallel.wrap import FSDP, Parallel
-from trainer.recipe import Recipe
-from trainer.run.forecast import forecast, required_bytes
+from trainer.parallel.world import World
+from trainer.parallel.wrap import FSDP
+from trainer.recipe import Decision, Recipe
+from trainer.run.forecast import ledger_of, required_bytes
 from trainer.terminal import work
 
 USABLE = 0.9
 """Share of the free memory that a run may need, since allocators waste some."""
-KEY = "micro_batch_size"
 REMEDY = "a smaller model, activation_checkpointing=blocks or precision=bf16 needs less"
 
 log = logging.getLogger("mantissa")
 
 
-def fit_plan(config: Config, plan: Plan[Config], hardware: Hardware, world: World, datasets: Datasets) -> Plan[Config]:
-    """Return the plan with a microbatch that is forecast to fit into the free memory.
+def fit(settled: Settled[Config], hardware: Hardware, world: World, auto: bool) -> Decision | None:
+    """Return the smaller microbatch that is forecast to fit into the free memory; None: the present one is kept.
 
-    A forecast takes seconds, so it is made only where ``rough_bytes`` is half of the free memory or more. A
-    ``micro_batch_size`` that the user set is not changed; there is a warning.
+    On a CPU alone, where the system kills what takes too much. A forecast takes seconds, so it is made only where
+    ``rough_bytes`` is half of the free memory or more.
 
     Args:
-        config: as composed.
-        plan: what it became.
+        settled: the run.
         hardware: of this process.
-        world: the processes that train together; all get the same plan.
-        datasets: to train on.
+        world: the processes that train together; all get the same answer.
+        auto: whether the microbatch is ours to choose; one that the user set is not changed, there is a warning.
 
     Raises:
-        OutOfMemory: of ``micro_batch_size=auto`` not even 1 is forecast to fit.
+        OutOfMemory: not even a microbatch of 1 is forecast to fit.
     """
-    free = _free_bytes(hardware, world)
-    size, why = world.run_on_main(partial(_fitting, config, plan, datasets, free))
-    return plan.with_micro_batch_size(size, why) if why else plan
+    if hardware.is_gpu:
+        return None
+    free = free_bytes(hardware, world)
+    return world.run_on_main(partial(_fitting, settled, free, auto))
 
 
-def _fitting(config: Config, plan: Plan[Config], datasets: Datasets, free: int) -> tuple[int, str]:
-    """Return the microbatch, and why it is another one; empty: it is not."""
-    batching, usable = plan.batching, int(USABLE * free)
+def _fitting(settled: Settled[Config], free: int, auto: bool) -> Decision | None:
+    batching, usable = settled.batching, int(USABLE * free)
     size = batching.micro_batch_size
-    rough = rough_bytes(plan.config.recipe, datasets, size)
+    rough = rough_bytes(settled.config.recipe, settled.datasets, size)
     if rough is None or rough < free / 2:
-        return size, ""
+        return None
     log.info("this may need most of the free memory (%d MiB): forecasting the memory of a step", free / MIB)
     try:
         with work("forecasting the memory of a step"):
-            need = needed_bytes(config, batching, size)
+            need = needed_bytes(settled, size)
             if need <= usable:
-                return size, ""
-            fitting = halved(config, batching, size)
-            while fitting and needed_bytes(config, batching, fitting) > usable:
-                fitting = halved(config, batching, fitting)
+                return None
+            fitting = halved(settled.config, batching, size)
+            while fitting and needed_bytes(settled, fitting) > usable:
+                fitting = halved(settled.config, batching, fitting)
     except Exception as error:  # the model cannot be forecast, or not in such a batch; training does not need it
         log.info("the memory of a step could not be forecast (%s)", first_line(error))
-        return size, ""
+        return None
     needs = f"{size} is forecast to need {need / MIB:,.0f} MiB, {usable / MIB:,.0f} MiB can be used"
-    if config.micro_batch_size != "auto":
-        remedy = f"{KEY}={fitting} is forecast to fit" if fitting else "no smaller one is forecast to fit"
-        log.warning("%s=%s; %s", KEY, needs, remedy)
-        return size, ""
+    if not auto:
+        remedy = f"{MICRO}={fitting} is forecast to fit" if fitting else "no smaller one is forecast to fit"
+        log.warning("%s=%s; %s", MICRO, needs, remedy)
+        return None
     if fitting:
-        return fitting, f"forecast to fit; {needs}"
+        return Decision(MICRO, fitting, f"forecast to fit; {needs}")
     raise OutOfMemory(
-        f"{KEY}={needs}, and no smaller one is forecast to fit; nothing was started. {REMEDY.capitalize()}; "
-        f"to start it anyway, set {KEY}=1"
+        f"{MICRO}={needs}, and no smaller one is forecast to fit; nothing was started. {REMEDY.capitalize()}; "
+        f"to start it anyway, set {MICRO}=1"
     )
 
 
-def save_memory(
-    config: Config, plan: Plan[Config], hardware: Hardware, world: World, datasets: Datasets
-) -> Plan[Config]:
-    """Return the plan with ``Recipe.memory_overrides`` where what they avoid is larger than the free memory.
-
-    Arguments are those of ``fit_plan``.
-    """
-    free = _free_bytes(hardware, world)
-    if plan.config.recipe.avoidable_bytes(datasets, plan.batching.micro_batch_size) <= free:
-        return plan
-    saving = config.recipe.memory_overrides()
-    chosen = replace(plan.config, recipe=plan.config.recipe.chosen(saving))
-    return replace(plan, config=chosen, decisions=(*plan.decisions, *saving))
-
-
-def _free_bytes(hardware: Hardware, world: World) -> int:
-    """Return the free memory of the rank that has least; every rank calls this."""
-    free = available_bytes(hardware.device)
-    shared = world.size > 1 and not hardware.is_gpu  # by the processes of a machine
-    return -world.all_reduce_max(-(free // launched_local_rank()[1] if shared else free))
-
-
-def keep_memory(plan: Plan[Config], hardware: Hardware, world: World, datasets: Datasets) -> None:
+def keep_memory(settled: Settled[Config], hardware: Hardware, world: World) -> None:
     """Keep the memory of freed tensors where a step on a CPU needs, roughly counted, less than half of what is free."""
     if hardware.kind is not CPU:
         return
-    rough = rough_bytes(plan.config.recipe, datasets, plan.batching.micro_batch_size)
-    free = _free_bytes(hardware, world)
+    rough = rough_bytes(settled.config.recipe, settled.datasets, settled.batching.micro_batch_size)
+    free = free_bytes(hardware, world)
     if rough is not None and rough < free / 2:
         keep_freed_memory(min(2 * rough, free // 2))
 
@@ -134,15 +108,14 @@ def rough_bytes(recipe: Recipe, datasets: Datasets, micro_batch_size: int) -> in
     return 64 * sum(shape.numel() for shape in shapes) + micro_batch_size * a_sample
 
 
-def needed_bytes(config: Config, batching: Batching, size: int) -> int:
+def needed_bytes(settled: Settled[Config], size: int) -> int:
     """Return the forecast of what one rank needs with microbatches of ``size``: its passes are a single process's."""
-    ranks = batching.ranks
-    alone = replace(config, parallel=Parallel(), batch_size=batching.batch_size // ranks, micro_batch_size=size)
-    ledger = forecast(alone)
-    if isinstance(config.parallel, FSDP):
+    one, ranks = alone(settled, size), settled.batching.ranks
+    ledger = ledger_of(one)
+    if isinstance(settled.config.parallel, FSDP):
         steady = sum(ledger.at_peak[name] for name in STEADY)
         ledger.peak_bytes -= steady - steady // ranks
-    return required_bytes(alone, ledger)
+    return required_bytes(one.config, ledger)
 
 
 def halved(config: Config, batching: Batching, size: int) -> int:
@@ -163,8 +136,8 @@ def ran_out(error: Exception, config: Config, batching: Batching, retry: bool) -
     size, smaller = batching.micro_batch_size, halved(config, batching, batching.micro_batch_size)
     found = re.search(r"tried to allocate (\d+) bytes", str(error))  # the CPU's, between other numbers
     words = f"tried to allocate {int(found[1]) / MIB:.1f} MiB" if found else first_line(error)
-    less = f"set {KEY}={smaller}, which takes the same steps in less memory; " if smaller else ""
-    return OutOfMemory(f"out of memory with {KEY}={size} ({words}); {less}{REMEDY}", smaller if retry else 0)
+    less = f"set {MICRO}={smaller}, which takes the same steps in less memory; " if smaller else ""
+    return OutOfMemory(f"out of memory with {MICRO}={size} ({words}); {less}{REMEDY}", smaller if retry else 0)
 
 
 def release_memory() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,14 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.step.ledger import Ledger
 from trainer.config.schema import Config
-from trainer.config.step import Plan
+from trainer.config.settle import Settled, alone, settle
 from trainer.data.contract import Batch, Datasets
 from trainer.data.loader import OnDeviceLoader
 from trainer.errors import RunError, UserError
 from trainer.hardware import Hardware, detect
 from trainer.optim.masters import StochasticWeights
 from trainer.optim.update import Update
-from trainer.parallel.compile import Compile
 from trainer.parallel.world import World
 from trainer.recipe import Recipe
 from trainer.trainer import Trainer
@@ -34,9 +32,7 @@ from trainer.trainer import Trainer
 def forecast(config: Config) -> Ledger:
     """Return the ledger of the second optimizer step (by then the optimizer has its state), of the eager model.
 
-    Nothing is allocated but the datasets and two of their samples. Of accumulation, two microbatches are taken: in the
-    second the gradients of the first exist, and all others repeat it. Recipes whose samples differ in shape are
-    forecast for the shape of their first ones. The config is as composed.
+    Nothing is allocated but the datasets and two of their samples. The config is as composed.
 
     Raises:
         UserError: the config, the data or the hardware cannot do this.
@@ -46,13 +42,25 @@ def forecast(config: Config) -> Ledger:
         raise UserError(
             f"parallel={config.parallel.kind}: memory is forecast and measured for one process only; remove it"
         )
-    hardware = detect(config.device)
-    plan = replace(config, compile=Compile()).plan(hardware)
-    taken = min(2, plan.batching.accumulation)
+    settled = settle(config, detect(config.device))
+    return ledger_of(alone(settled, settled.batching.micro_batch_size))
+
+
+def ledger_of(settled: Settled[Config]) -> Ledger:
+    """Return the ledger of a run of one process without torch.compile, see ``settle.alone``.
+
+    Of accumulation, two microbatches are taken: in the second the gradients of the first exist, and all others repeat
+    it. Recipes whose samples differ in shape are forecast for the shape of their first ones.
+
+    Raises:
+        RunError: the computation depends on tensor values.
+    """
+    batching = settled.batching
+    taken = min(2, batching.accumulation)
     try:
         # The model may hold tensors that are neither weights nor buffers: the mode takes their shapes.
         with FakeTensorMode(allow_non_fake_inputs=True):
-            trainer = FakeTrainer(plan, hardware)
+            trainer = FakeTrainer(settled, detect(settled.config.device))
             microbatches = [trainer.microbatch() for _ in range(taken)]
             trainer.train_step(microbatches[:1])
             with trainer.ledger() as recording:
@@ -65,7 +73,7 @@ def forecast(config: Config) -> Ledger:
         ) from error
     # Microbatches that the loader puts on the device wait there.
     waiting = [tensor for tensor in microbatches[0].values() if tensor.device == trainer.device]
-    more = (plan.batching.accumulation - taken) * sum(tensor.nbytes for tensor in waiting)
+    more = (batching.accumulation - taken) * sum(tensor.nbytes for tensor in waiting)
     ledger.peak_bytes += more
     ledger.at_peak["inputs"] += more
     ledger.highest["inputs"] += more
@@ -120,15 +128,13 @@ class _EveryNumberIsOne(TorchDispatchMode):
 class FakeTrainer(Trainer):
     """A Trainer under FakeTensorMode: its tensors have shapes, dtypes and a device, and no storage.
 
-    The plan is without torch.compile.
+    What is settled is without torch.compile.
     """
 
     update_class = UpdateAlways
 
-    def __init__(self, plan: Plan[Config], hardware: Hardware) -> None:
-        with unset_fake_temporarily():
-            datasets = plan.config.open_datasets()
-        super().__init__(plan, hardware, World(), datasets)
+    def __init__(self, settled: Settled[Config], hardware: Hardware) -> None:
+        super().__init__(settled, hardware, World())
         if isinstance(self.masters, StochasticWeights):
             self.masters.free()
         with unset_fake_temporarily():

@@ -8,10 +8,9 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 from torch import nn
@@ -20,39 +19,58 @@ from mantissa.display import counted, size
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.registration import flatten
-from trainer.config.resume import as_before, check_same, earlier_folder, state_of
+from trainer.config.resume import Continued, check_same, find_earlier
 from trainer.config.schema import Config
-from trainer.config.step import Plan
-from trainer.data.contract import Datasets
-from trainer.errors import NonFiniteError, OutOfMemory, UserError, first_line, is_out_of_memory
+from trainer.config.settle import MICRO, Settled, settle
+from trainer.errors import (
+    Interrupted,
+    NonFiniteError,
+    OutOfMemory,
+    UserError,
+    first_line,
+    is_out_of_memory,
+    on_every_rank,
+)
 from trainer.files import SAME, TOKENIZER, add_run_facts, in_use
 from trainer.hardware import detect, threads
 from trainer.parallel.world import tasks_alone
 from trainer.precision import kernels
-from trainer.run.fit import REMEDY, fit_plan, keep_memory, ran_out, release_memory, save_memory
+from trainer.recipe import Decision
+from trainer.run.fit import REMEDY, fit, keep_memory, ran_out, release_memory
+from trainer.run.provenance import resume_command
 from trainer.run.run import Run
 from trainer.run.scores import Scores
 from trainer.run.signals import Signals, take_start_time
 from trainer.run_folder import RunFolder, to_continue
 from trainer.terminal import Terminal
 from trainer.tracking.sync import finish_delivery
+from trainer.trainer import Trainer
 
 log = logging.getLogger("mantissa")
+
+
+class Ended(NamedTuple):
+    """A run that has ended."""
+
+    summary: dict[str, Any]
+    """What is also in its summary.json."""
+    run: Run | None
+    """None: it was complete already."""
 
 
 def train(
     config: Config,
     run_class: type[Run] = Run,
-    started: Callable[[Run | None], None] = lambda run: None,
     brief: bool = False,
-) -> dict[str, Any]:
-    """Train what the config describes and return the summary that is also in summary.json.
+    command: Callable[[Path], str] = resume_command,
+) -> Ended:
+    """Train what the config describes to its end.
 
     Args:
         config: as composed.
         run_class: the class that trains; measurements use another one.
-        started: called with the run before its first step; with None where it had no memory, and is given up.
         brief: show one line, at the end; as ``Terminal``.
+        command: takes the run's folder, and returns what a user types to continue it.
 
     Raises:
         UserError: the config, the data or the hardware cannot do this; nothing was written.
@@ -60,10 +78,10 @@ def train(
         NonFiniteError: training turned non-finite.
         Interrupted: a signal stopped the run after saving a checkpoint.
     """
-    auto = config.micro_batch_size == "auto"
+    fitted: Decision | None = None
     while True:
         try:
-            return _train(config, run_class, started, brief)
+            return _train(config, fitted, run_class, brief, command)
         except OutOfMemory as error:
             ended, smaller = OutOfMemory(str(error), shared=error.shared), error.smaller
         except Exception as error:  # while the data was opened, for example
@@ -71,82 +89,150 @@ def train(
                 raise
             ended, smaller = OutOfMemory(f"out of memory ({first_line(error)}); {REMEDY}"), 0
         release_memory()  # the error, which is gone here, held the run
-        if not (auto and smaller):
+        if not (smaller and config.micro_batch_size == "auto"):
             raise ended
         log.warning("out of memory; starting again with micro_batch_size=%d", smaller)
-        config = replace(config, micro_batch_size=smaller)
+        fitted = Decision(MICRO, smaller, "")
 
 
-def _train(config: Config, run_class: type[Run], started: Callable[[Run | None], None], brief: bool) -> dict[str, Any]:
-    began = take_start_time()
+def _train(
+    config: Config, fitted: Decision | None, run_class: type[Run], brief: bool, command: Callable[[Path], str]
+) -> Ended:
+    """Make one attempt, with the microbatch that was ``fitted`` in an earlier one."""
+    began, run = take_start_time(), None
     with Signals(config.checkpoint.save_on_signal) as signals, ExitStack() as stack, threads(config.threads):
+        # 1. Prepare the process: its kernels, the other ranks, the terminal.
         kernels.clear()  # those of an earlier run in this process
         world = config.parallel.world(config.device)
         terminal = Terminal(shown=world.is_main, quiet=config.quiet, brief=brief)
         terminal.show_logs()
         signals.tell = terminal.note
         stack.enter_context(terminal.in_use())
-        if alone := tasks_alone():
-            terminal.warn(f"{alone}, and each trains a run of its own; to train one together, let it start torchrun")
-        asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # by accelerate launch
-        if asked != "no" and not config.precision.mode.startswith(asked):
-            terminal.warn(f"ACCELERATE_MIXED_PRECISION={asked} has no effect; set precision={asked}")
+        _warn_of_launchers(config, terminal)
         hardware = detect(config.device)
-        try:
-            plan = config.plan(hardware, world)
-        except UserError as error:
-            raise UserError(str(error), shared=True) from error
-        folder = world.run_on_main(partial(earlier_folder, config, plan))
-        saved = None
-        if folder is not None:
-            world.run_on_main(partial(stack.enter_context, in_use(folder.path)))
-            plan = as_before(folder, config, plan)
-            checkpoint, complete = world.run_on_main(partial(_left, folder, config, plan))
-            if checkpoint is None:
-                terminal.outcome(f"{folder.path} is already complete{complete}")
-                world.run_on_main(partial(finish_delivery, folder.path, config.tracking))
-                return world.run_on_main(folder.summary)
-            saved = CheckpointReader(checkpoint)
-        opened = None if saved else plan.opened  # a run may have recorded how its data is to be opened
+
+        # 2. Find the run that this one continues; where that is complete, there is nothing to do.
+        earlier, saved = find_earlier(config, hardware, world), None
+        if earlier is not None:
+            world.run_on_main(partial(stack.enter_context, in_use(earlier.folder.path)))
+            checkpoint = world.run_on_main(partial(_checkpoint_of, earlier, config))
+            saved = CheckpointReader(checkpoint) if checkpoint is not None else None
+            with on_every_rank():
+                remedy = None if saved is None else _remedy(earlier, saved)
+            if saved is None or remedy is not None:
+                terminal.outcome(f"{earlier.folder.path} is already complete{remedy or ''}")
+                world.run_on_main(partial(finish_delivery, earlier.folder.path, config.tracking))
+                return Ended(world.run_on_main(earlier.folder.summary), None)
+            world.run_on_main(partial(store.set_aside, earlier.folder.checkpoints, saved.step))
+
+        # 3. Settle: open the data, and give every auto its value; a microbatch of auto fits into a CPU's memory.
         with terminal.work("opening the data"):
-            datasets = opened or world.main_first(plan.config.open_datasets)
-        if folder is None:
-            fit = save_memory if hardware.is_gpu else fit_plan  # on a CPU, the system kills what takes too much
-            plan = fit(config, plan, hardware, world, datasets)
-        if not gc.get_freeze_count():  # else every look for garbage walks half a million objects, for half a second
-            if gc.isenabled():  # else the program has only imported modules so far
-                gc.collect()
-            gc.freeze()
-            stack.callback(gc.unfreeze)
-        gc.enable()
-        keep_memory(plan, hardware, world, datasets)
-        run = None
+            if earlier is not None:
+                settled = settle(config, hardware, world, earlier.recorded, datasets=earlier.plan.datasets)
+            else:
+                settled = settle(config, hardware, world, fitted=fitted)
+        auto = config.micro_batch_size == "auto" and fitted is None
+        if earlier is None and (smaller := fit(settled, hardware, world, auto)):
+            settled = settle(config, hardware, world, fitted=smaller, datasets=settled.datasets)
+
+        # 4. Build the model, which needs most of the memory; nothing is written before all is checked.
+        _leave_garbage_alone(stack)
+        keep_memory(settled, hardware, world)
         try:
             with terminal.work("building the model"):
-                trainer = run_class.trainer_class(plan, hardware, world, datasets)
+                trainer = run_class.trainer_class(settled, hardware, world)
             stack.callback(trainer.close)
-            scores = Scores(trainer.config, trainer.metrics.lower_is_better)
-            scores.check_known(trainer.metric_names, always=bool(trainer.metrics))
-            if saved is None:
-                trainer.check_sum()
+            _check(trainer, saved is None)
             with _written(config.output_dir):
+                folder = earlier.folder if earlier is not None else None
                 if folder is None:
                     world.run_on_main(partial(_check_disk, config, trainer.model))
-                    folder = world.run_on_main(partial(_begun, plan.config, datasets, stack, terminal))
-                decisions = [*plan.decisions, *trainer.decisions]
+                    folder = world.run_on_main(partial(_begun, settled, stack, terminal))
                 run = run_class(trainer, folder, terminal, signals, began)
+                run.command = command(folder.path)
                 if saved is not None:
                     run.restore(saved)
-                run.begin(decisions)
-            started(run)
-            return run.train()
+                run.begin([*settled.decisions, *trainer.decisions])
+
+            # 5. Train.
+            return Ended(run.train(), run)
+        except Interrupted as stopped:
+            stopped.folder = None if run is None else run.folder.path.absolute()
+            raise
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            started(None)
             # In several processes the others wait for the one that has no memory.
             retry = saved is None and world.size == 1 and not (run and run.has_stepped)
-            raise ran_out(error, config, plan.batching, retry) from error
+            raise ran_out(error, settled.config, settled.batching, retry) from error
+
+
+def _warn_of_launchers(config: Config, terminal: Terminal) -> None:
+    """Warn of what other launchers have set up in vain."""
+    if alone := tasks_alone():
+        terminal.warn(f"{alone}, and each trains a run of its own; to train one together, let it start torchrun")
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # by accelerate launch
+    if asked != "no" and not config.precision.mode.startswith(asked):
+        terminal.warn(f"ACCELERATE_MIXED_PRECISION={asked} has no effect; set precision={asked}")
+
+
+def _checkpoint_of(earlier: Continued, config: Config) -> Path | None:
+    """Return the newest intact checkpoint of a run; None: it has these very options, and is complete.
+
+    A run that was killed at its end has taken all steps, but its export and its summary may be missing.
+
+    Raises:
+        UserError: it would be another run, or it has no intact checkpoint.
+        NonFiniteError: it turned non-finite, as the same run would again.
+    """
+    folder = earlier.folder
+    if config.resume == SAME and earlier.state != "interrupted":
+        if earlier.state == "complete":
+            return None
+        step = folder.summary()["failure"]["step"]
+        raise NonFiniteError(f"{folder.path} turned non-finite at step {step}; remove the folder to repeat the run")
+    check_same(folder, earlier.recorded, flatten(earlier.plan.config))
+    return store.find_verified(folder.checkpoints)
+
+
+def _remedy(earlier: Continued, saved: CheckpointReader) -> str | None:
+    """Return how a complete run can be continued; None: it is not complete.
+
+    Raises:
+        UserError: it has taken more steps than it is to have.
+    """
+    steps, finished = earlier.plan.steps, earlier.state == "complete"
+    if saved.step > steps or (saved.step == steps and finished):
+        if not finished:
+            raise UserError(
+                f"steps={steps}, but {earlier.folder.path} was stopped after step {saved.step}; leave steps out"
+            )
+        fewer = f"steps={steps} is below that; " if saved.step > steps else ""
+        return f" ({counted(saved.step, 'step')}); {fewer}set steps={2 * saved.step} to continue"
+    scores = Scores(earlier.plan.config)
+    scores.load_state_dict(saved.scores)
+    if finished and scores.exhausted:
+        more = "set a larger early_stopping.patience, or null, to continue"
+        return f" (stopped early at step {saved.step}); {more}"
+    return None
+
+
+def _leave_garbage_alone(stack: ExitStack) -> None:
+    """Let the garbage collector pass over what the program has imported, for the time of the run."""
+    if not gc.get_freeze_count():  # else every look for garbage walks half a million objects, for half a second
+        if gc.isenabled():  # else the program has only imported modules so far
+            gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
+    gc.enable()
+
+
+def _check(trainer: Trainer, is_new: bool) -> None:
+    """Refuse metrics that do not exist, and in a new run a loss that is a mean."""
+    scores = Scores(trainer.config, trainer.metrics.lower_is_better)
+    scores.check_known(trainer.metric_names, always=bool(trainer.metrics))
+    if is_new:
+        trainer.check_sum()
 
 
 def _check_disk(config: Config, model: nn.Module) -> None:
@@ -173,46 +259,16 @@ def _written(output_dir: str) -> Iterator[None]:
         ) from error
 
 
-def _left(folder: RunFolder, config: Config, plan: Plan[Config]) -> tuple[Path | None, str]:
-    """Return the checkpoint that a run continues from; None where it is complete, and how it can be continued.
-
-    A run that was killed at its end has taken all steps, but its export and its summary may be missing.
-
-    Raises:
-        UserError: it would be another run, or it has no intact checkpoint.
-        NonFiniteError: it turned non-finite, as the same run would again.
-    """
-    state = state_of(folder)
-    if config.resume == SAME and state != "interrupted":
-        if state == "complete":
-            return None, ""
-        step = folder.summary()["failure"]["step"]
-        raise NonFiniteError(f"{folder.path} turned non-finite at step {step}; remove the folder to repeat the run")
-    check_same(folder, flatten(plan.config))
-    path = store.find_verified(folder.checkpoints)
-    saved, steps, finished = CheckpointReader(path), plan.steps, state == "complete"
-    if saved.step > steps or (saved.step == steps and finished):
-        if not finished:
-            raise UserError(f"steps={steps}, but {folder.path} was stopped after step {saved.step}; leave steps out")
-        fewer = f"steps={steps} is below that; " if saved.step > steps else ""
-        return None, f" ({counted(saved.step, 'step')}); {fewer}set steps={2 * saved.step} to continue"
-    scores = Scores(plan.config)
-    scores.load_state_dict(saved.scores)
-    if finished and scores.exhausted:
-        more = "set a larger early_stopping.patience, or null, to continue"
-        return None, f" (stopped early at step {saved.step}); {more}"
-    store.set_aside(folder.checkpoints, saved.step)
-    return path, ""
-
-
-def _begun(config: Config, datasets: Datasets, stack: ExitStack, terminal: Terminal) -> RunFolder:
+def _begun(settled: Settled[Config], stack: ExitStack, terminal: Terminal) -> RunFolder:
+    """Make the folder of a new run, with what a later one needs of the data beside the weights."""
+    config = settled.config
     folder = RunFolder.create(config.output_dir, config.name)
     if folder.path.name != config.name:
         auto = to_continue(config.output_dir, config.name, "auto")
         why = "resume=auto would have continued it" if auto else f"{config.name} has no checkpoint"
         terminal.note(f"{config.name} exists; this run is {folder.path.name} ({why})")
     stack.enter_context(in_use(folder.path))
-    datasets.keep(folder.path)
+    settled.datasets.keep(folder.path)
     described = Path(str(getattr(config.recipe, "pretrained", None))).expanduser() / "config.json"
     if (kept := folder.path / TOKENIZER).is_dir() and described.is_file():  # then it is not needed on resume
         shutil.copyfile(described, kept / described.name)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from trainer.errors import UserError, check_number, check_range
-from trainer.recipe import Augment, Decision, Recipe
+from trainer.recipe import Augment, Context, DataSource, Decision, Recipe
 
 SMALL = 64
 """Pixels. Images with a shorter side below this are not cropped unless the user requests it: the object fills most of
@@ -75,8 +75,10 @@ class ImageAugment(Augment):
         options = ("mixup", "cutmix")
         return [f"augment.{name}={value}" for name in options if (value := getattr(self, name))]
 
-    def check(self, recipe: Recipe) -> None:
-        """Refuse to mix the images of a recipe whose loss does not."""
+    def check(self, recipe: Recipe, data: DataSource) -> None:
+        """Refuse data without images, and to mix the images of a recipe whose loss does not."""
+        if (typed := self.effect()) and not data.has_images:
+            raise UserError(f"{typed} has no effect: data={data.kind} has no images; leave it out")
         if (options := self.on_device) and not recipe.mixes_images:
             raise UserError(f"{options[0]} has no effect: recipe={recipe.name} does not mix images; leave it out")
 
@@ -85,13 +87,15 @@ class ImageAugment(Augment):
         typed = [] if self.kind in (ImageAugment.kind, AutomaticAugment.kind) else [f"augment={self.kind}"]
         return " ".join(typed + self.on_device) or None
 
-    def choose(self, shorter_side: int | None) -> ImageAugment:
-        """Return what is done to images of this size (see ``AutomaticAugment``): this very choice.
+    def resolve(self, context: Context) -> tuple[ImageAugment, list[Decision]]:
+        """Refuse data that could be read as images, but was not."""
+        if context.datasets is not None and not _images(context.datasets) and (typed := self.effect()):
+            raise UserError(f"{typed} has no effect: this recipe reads no images; leave it out")
+        return self, []
 
-        Args:
-            shorter_side: of a typical image as it is stored, in pixels; None: the images are synthetic.
-        """
-        return self
+    def attach(self, datasets: Any) -> None:
+        for part in _images(datasets):
+            part.augment = self
 
     def view(self, width: int, height: int, seed: int | None, size: int) -> View:
         """Return what becomes of an image of ``width`` × ``height`` pixels.
@@ -219,28 +223,30 @@ class AutomaticAugment(ImageAugment):
 
     kind: ClassVar[str] = "auto"
 
-    def choose(self, shorter_side: int | None) -> ImageAugment:
-        """Return the choice for images of this size."""
-        return self._become(ImageAugment if shorter_side is None or shorter_side < SMALL else ImageNet)
-
-    def data_decisions(self, datasets: Any) -> tuple[ImageAugment, list[Decision]]:
-        """Return what was chosen for the images, and why; ``none`` where there are no images."""
-        choice: ImageAugment | None = getattr(datasets, "augment", None)
-        if choice is None:
+    def resolve(self, context: Context) -> tuple[ImageAugment, list[Decision]]:
+        """Return the choice for images of this size; ``none`` where there are no images."""
+        for choice in (ImageAugment, ImageNet):
+            if context.recorded.get("augment") == choice.kind:
+                return choice(mixup=self.mixup, cutmix=self.cutmix), []
+        if context.datasets is None:
+            return self, []
+        super().resolve(context)  # which refuses to mix what is no image
+        images = _images(context.datasets)
+        if not images:
             return ImageAugment(), []
-        why = f"images stored with {SMALL} pixels a side or more: random crops of 8 to 100 %, flips, "
-        why += "evaluation on the middle 87.5 %; augment=none turns this off"
-        if choice.kind == ImageAugment.kind:
+        side = images[0].stored_side
+        if side is None or side < SMALL:
             why = f"images stored with less than {SMALL} pixels a side, or synthetic, are not cropped; "
             why += "augment=light shifts them in training"
-        return choice, [Decision("augment", choice.kind, why)]
+            return ImageAugment(mixup=self.mixup, cutmix=self.cutmix), [Decision("augment", ImageAugment.kind, why)]
+        why = f"images stored with {SMALL} pixels a side or more: random crops of 8 to 100 %, flips, "
+        why += "evaluation on the middle 87.5 %; augment=none turns this off"
+        return ImageNet(mixup=self.mixup, cutmix=self.cutmix), [Decision("augment", ImageNet.kind, why)]
 
-    def as_before(self, kind: str) -> Augment:
-        """Return the choice ``kind`` where ``auto`` can become it."""
-        return next((self._become(cls) for cls in (ImageAugment, ImageNet) if cls.kind == kind), self)
 
-    def _become(self, cls: type[ImageAugment]) -> ImageAugment:
-        return cls(mixup=self.mixup, cutmix=self.cutmix)
+def _images(datasets: Any) -> list[Any]:
+    """Return the parts of open data that are images, as ``pixels.Images`` has them."""
+    return [part for part in (datasets.train, datasets.valid, datasets.test) if hasattr(part, "augment")]
 
 
 def _changed_by(policy: str, view: View, seed: int | None, **options: int) -> View:

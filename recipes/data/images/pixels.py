@@ -80,8 +80,10 @@ class Images:
     labels: Tensor
     """int64, one for each image."""
     image_size: int
-    augment: ImageAugment
-    """Set with ``image_size`` when all images are open: what is done to them may depend on how large they are."""
+    stored_side: int | None = None
+    """Of a typical image as it is stored, in pixels; None: they are synthetic."""
+    augment: ImageAugment = ImageAugment()
+    """What is done to the images as they are fetched, see ``ImageAugment.attach``."""
 
     def __len__(self) -> int:
         return len(self.labels)

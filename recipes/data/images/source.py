@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from mantissa.display import shortened
 from recipes.data.images.augment import ImageAugment
@@ -14,7 +14,7 @@ from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD, Images, show
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import add_run_facts
-from trainer.recipe import NO_OPTION, Augment, DataSource
+from trainer.recipe import DataSource
 
 
 @dataclass(kw_only=True)
@@ -29,12 +29,16 @@ class ImageDatasets(Datasets):
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
     """Mean and standard deviation of the three channels, after division by 255; the recipe normalises on the device."""
-    augment: ImageAugment = field(default_factory=ImageAugment)
-    """What is done to the images as they are fetched, and which part of them is evaluated."""
     new_head: list[str] = field(default_factory=list)
     """Names of the weights that pretrained ones do not give, because these data have other classes."""
     weights_note: str = ""
     """Which tensors of a file the pretrained weights are."""
+
+    @property
+    def augment(self) -> ImageAugment:
+        """What is done to the images as they are fetched, and which part of them is evaluated."""
+        augment: ImageAugment = self.train.augment  # type: ignore[attr-defined]
+        return augment
 
     def keep(self, folder: Path) -> None:
         """Write what the weights depend on to run.json: a run that stops early exports nothing."""
@@ -46,16 +50,7 @@ class ImageDatasets(Datasets):
 class ImageSource(DataSource):
     """Data that can be read as labelled images."""
 
-    augment: ImageAugment = field(default_factory=ImageAugment, kw_only=True, metadata=NO_OPTION)
-    """Set by ``augmented``; what ``auto`` means is known once the images are open."""
-
-    def augmented(self, augment: Augment) -> ImageSource:
-        return replace(self, augment=augment) if isinstance(augment, ImageAugment) else self
-
-    def refuse_augment(self) -> None:
-        """Raise UserError if images were to be augmented: the data is read as something else."""
-        if set_by_user := self.augment.effect():
-            raise UserError(f"{set_by_user} has no effect: this recipe reads no images; leave it out")
+    has_images: ClassVar[bool] = True
 
     def images(self, image_size: int | None) -> ImageDatasets:
         """Open the images as squares of ``image_size`` pixels (None: the source's own natural size).
@@ -75,7 +70,7 @@ class ImageSource(DataSource):
         shorter_side: int | None,
         **about: Any,
     ) -> ImageDatasets:
-        """Return datasets of images, all of one size and augmented alike.
+        """Return datasets of images, all of one size.
 
         Args:
             title: begins the description.
@@ -93,9 +88,8 @@ class ImageSource(DataSource):
             raise UserError(f"{where} has images of one class only; two are needed")
         if not len(parts["validation"]):
             raise UserError(f"{where} has too few images of each class: none can be kept for validation")
-        augment = self.augment.choose(shorter_side)
         for part in parts.values():
-            part.image_size, part.augment = image_size, augment
+            part.image_size, part.stored_side = image_size, shorter_side
         if show_nothing(parts["training"]):
             message = "%s: some images are of one colour, nearly black or equal, as the model sees them; look at a few"
             logging.getLogger("mantissa").warning(message, where)
@@ -108,6 +102,5 @@ class ImageSource(DataSource):
             test=parts.get("test"),
             classes=classes,
             image_size=image_size,
-            augment=augment,
             **about,
         )

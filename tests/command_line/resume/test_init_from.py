@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.command_line.conftest import Train
-from tests.helpers import compose, same_bits, start, trainer_of
+from tests.helpers import CPU, compose, same_bits, start, trainer_of
 from trainer.checkpoint.reader import load
 from trainer.config.compose import compose as composed
+from trainer.config.settle import plan_of
 from trainer.errors import UserError
 from trainer.files import read_json, write_json
 
@@ -167,12 +168,15 @@ def test_a_run_of_a_pretrained_folder_and_what_starts_from_it_are_resumed_withou
         assert same_end(run, f"{run}-whole")
 
 
-def test_the_learning_rate_is_that_of_fine_tuning_where_none_is_given(source: Path) -> None:
+def test_the_learning_rate_is_that_of_fine_tuning_where_none_is_given(source: Path, succeed: Train) -> None:
     new = ("recipe=gpt2", f"init_from={source}", TEXT, "data.path=two.txt")
     rates = {(): 1e-4, ("recipe.lora.rank=2",): 2e-4, ("optimizer.lr=3e-4",): 3e-4, ("optimizer=sgd",): 0.01}
     for more, rate in rates.items():
-        assert composed([*new, *more]).optimizer.lr == pytest.approx(rate)
-    assert composed(["recipe=gpt2"]).optimizer.lr == 1e-3
+        assert plan_of(composed([*new, *more]), CPU).config.optimizer.lr == pytest.approx(rate)
+    assert plan_of(composed(["recipe=gpt2"]), CPU).config.optimizer.lr == 1e-3
+    succeed(*new, *SHORT, "run_name=second")
+    succeed("resume=outputs/second", "steps=3")
+    assert config_of("second")["optimizer.lr"] == 1e-4
 
 
 def test_a_stopped_run_gives_the_best_weights_of_its_checkpoints(source: Path, succeed: Train) -> None:

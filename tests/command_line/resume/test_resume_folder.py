@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import mantissa
 from tests.command_line.conftest import Train
 from trainer.files import read_json_lines
 from trainer.run_folder import RunFolder
@@ -96,15 +97,19 @@ def test_what_would_be_another_run_is_refused(run: Path, train: Train) -> None:
 def test_a_record_of_another_version_is_no_traceback(run: Path, train: Train) -> None:
     before = recorded(run)
     for change, reported in (
-        ({"recipe": "gone"}, "config.json names recipe=gone, which this version does not have"),
+        ({"recipe": "gone"}, "there is no recipe=gone"),
         ({"recipe.gone": 1}, "recipe.gone is not a key of the config"),
         ({"recipe.width": {"a": [1]}}, "recipe.width"),
-        ({"clip": 5}, "config.json names clip=5, which"),
+        ({"clip": 5}, "there is no clip=5"),
     ):
         RunFolder(run).write_config(before | change)
         done = train("resume=elsewhere/1e3", "steps=8")
         assert (done.code, done.err.count("\n")) == (2, 1), done.err
         assert reported in done.err
+        assert f"was written by version {mantissa.__version__}, whose options are not those of this" in done.err
+        assert f"its weights with init_from={run.relative_to(run.parents[1])}" in done.err
+    (run / "run.json").unlink()  # as the versions before left it
+    assert "was written by an earlier version, whose" in train("resume=elsewhere/1e3", "steps=8").err
 
 
 CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {

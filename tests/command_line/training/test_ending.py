@@ -20,6 +20,7 @@ from tests.command_line.conftest import Train, only_run
 from tests.helpers import CPU, compose, same_bits, trainer_of
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import Checkpoint
+from trainer.config.settle import plan_of
 from trainer.data.loader import DataOrder
 from trainer.tracking.results import summary_lines
 from trainer.trainer import Trainer
@@ -49,11 +50,12 @@ def test_epochs_count_the_steps_and_can_be_extended(succeed: Train, folder: Path
 def test_every_epoch_is_evaluated(epochs: float, batch: int) -> None:
     """After the step that has the last of its 1,442 samples, however many steps that are, and at the end."""
     sizes = (f"batch_size={batch}", "micro_batch_size=1", f"epochs={epochs}")
-    plan = compose("recipe=resnet", "data=digits", *sizes).plan(CPU)
+    plan = plan_of(compose("recipe=resnet", "data=digits", *sizes), CPU)
     ends = {math.ceil(1442 * number / batch) for number in range(1, math.floor(epochs) + 1)}
     assert plan.steps == math.ceil(1442 * epochs / batch)
     assert {step for step in range(1, plan.steps + 1) if plan.evaluates(step)} == ends | {plan.steps}
     assert (plan.evaluations, plan.eval_samples) == (len(ends | {plan.steps}), 355)
+    assert plan_of(compose("recipe=resnet", *sizes[:2]), CPU).eval_samples == 10 * batch
     every = Checkpoint()
     saved = [step for step in range(1, plan.steps + 1) if every.due(step, plan.evaluates(step), plan.save_every)]
     assert set(saved) >= ends  # and long ones are saved in between

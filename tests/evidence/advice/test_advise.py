@@ -17,6 +17,7 @@ from mantissa.verdict.shell import Ended
 from tests.helpers import CPU
 from trainer.config.compose import compose
 from trainer.config.schema import Config
+from trainer.config.settle import plan_of
 from trainer.errors import RunError
 from trainer.hardware import Hardware, detect
 
@@ -72,7 +73,7 @@ def test_what_the_user_or_the_environment_sets_is_not_varied(monkeypatch: pytest
 
 
 def test_what_is_forecast_not_to_fit_is_refused_with_the_figures() -> None:
-    datasets = compose(SMALL).plan(HERE).config.open_datasets()
+    datasets = plan_of(compose(SMALL), HERE).config.open_datasets()
     assert too_large([*SMALL, *FIXED], HERE, datasets, 2**40) == ""
     reason = too_large([*SMALL, *FIXED, "micro_batch_size=4"], HERE, datasets, 1000)
     assert reason.startswith("forecast to need")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from evidence.search.lr_range import SMOOTHING, Curve, Exponential, range_test
+from evidence.search.lr_range import SMOOTHING, Curve, RangeTrainer, range_test
 from evidence.search.lr_range import main as lr_range
 from tests.helpers import CPU, compose
 from trainer.errors import RunError
@@ -32,8 +32,9 @@ def curve_of(losses: np.ndarray, lr: np.ndarray) -> Curve:
 
 
 def test_the_rate_rises_by_the_same_factor_from_the_lowest_to_the_highest() -> None:
-    schedule = Exponential(first=1e-8)
-    rates = [10 * schedule.factor(step, 100) for step in range(100)]
+    trainer = RangeTrainer.from_config(compose(*BIGNET, "steps=100"), CPU)
+    trainer.lowest, trainer.highest = 1e-7, 10
+    rates = [trainer.lr(step) for step in range(100)]
     assert rates[0] == pytest.approx(1e-7)
     assert rates[-1] == 10
     ratios = np.divide(rates[1:], rates[:-1])

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from recipes.data.images.pixels import IMAGENET_MEAN
 from tests.helpers import CPU, compose, fit, same_bits, start, trainer_of
+from trainer.config.settle import plan_of
 from trainer.errors import UserError
 
 ARCH = "shufflenet_v2_x0_5"
@@ -154,8 +155,8 @@ def test_weights_of_timm_are_downloaded_under_its_name_for_the_hub(monkeypatch: 
 
 def test_pretrained_weights_lower_the_default_learning_rate_and_say_so() -> None:
     def rate(*overrides: str) -> tuple[float, list[str]]:
-        config = compose("recipe=resnet", f"recipe.arch={ARCH}", *overrides)
-        return config.optimizer.lr, [choice.key for choice in config.plan(CPU).decisions]
+        plan = plan_of(compose("recipe=resnet", f"recipe.arch={ARCH}", *overrides), CPU)
+        return plan.config.optimizer.lr, [choice.key for choice in plan.decisions]
 
     assert rate()[0] == 1e-3
     lr, keys = rate("init_from=DEFAULT")
@@ -166,7 +167,7 @@ def test_pretrained_weights_lower_the_default_learning_rate_and_say_so() -> None
 
 def test_the_folder_of_another_architecture_is_refused(best: Path) -> None:
     with pytest.raises(UserError, match=rf"is a {ARCH}; set recipe\.arch={ARCH}"):
-        compose(*SMALL, f"init_from={best}", "recipe.arch=resnet18").plan(CPU)
+        plan_of(compose(*SMALL, f"init_from={best}", "recipe.arch=resnet18"), CPU)
 
 
 def test_a_failed_download_names_a_file_as_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

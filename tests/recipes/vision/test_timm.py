@@ -10,7 +10,7 @@ import torch
 
 from recipes.data.images.arrays import Digits
 from recipes.resnet import ResNet
-from tests.helpers import CPU, fit, same_bits, trainer_of
+from tests.helpers import context, fit, same_bits, trainer_of
 from trainer.errors import UserError
 from trainer.trainer import Trainer
 
@@ -46,4 +46,4 @@ def test_its_blocks_are_recomputed_without_a_change(trained: Trainer) -> None:
 def test_without_timm_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install 'timm"):
-        ResNet(arch="timm/resnet18").resolve(CPU, Digits())
+        ResNet(arch="timm/resnet18").resolve(context(Digits()))

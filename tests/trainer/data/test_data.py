@@ -7,18 +7,20 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-from tests.helpers import CPU, Arrays
+from tests.helpers import CPU, Arrays, context
 from trainer.data.contract import Batch, SampleId, fingerprint
 from trainer.data.evaluation import Evaluation, evaluation_samples
 from trainer.data.loader import Batching, DataOrder, Loader, OnDeviceLoader, PinnedLoader
 from trainer.errors import RunError, UserError
 from trainer.parallel.world import World
+from trainer.recipe import DataSource
 
 LENGTH = 23
 
@@ -146,17 +148,25 @@ def test_on_device_loader_repeats_the_first_step() -> None:
     assert all(flat([step]) == first for step in steps)
 
 
+def workers(loader: Loader, decodes: bool, cores: int = 2) -> int | str:
+    datasets = SimpleNamespace(decodes=decodes)
+    return loader.resolve(context(DataSource(), replace(CPU, cpu_cores=cores), datasets=datasets))[0].workers
+
+
+def test_auto_workers_are_for_data_that_decodes() -> None:
+    assert workers(Loader(), decodes=False) == 0
+    assert workers(Loader(3), decodes=False) == 3
+
+
 @pytest.mark.parametrize(
-    ("cores", "ranks", "workers"),
+    ("cores", "ranks", "expected"),
     [(1, 1, 1), (2, 1, 2), (4, 1, 4), (16, 1, 14), (64, 1, 16), (16, 2, 6), (64, 8, 6), (4, 8, 1)],
 )
 def test_auto_workers_leave_cores_to_the_thread_that_launches_kernels_and_to_the_other_ranks(
-    cores: int, ranks: int, workers: int, monkeypatch: pytest.MonkeyPatch
+    cores: int, ranks: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert Loader().processes(True, replace(CPU, cpu_cores=cores)) == workers
-    assert Loader().processes(False, CPU) == 0  # data that is not decoded needs none
-    assert Loader(3).processes(False, CPU) == 3
+    assert workers(Loader(), decodes=True, cores=cores) == expected
 
 
 def test_evaluation_samples_are_spread_evenly_in_order_and_never_augmented() -> None:

@@ -105,7 +105,7 @@ def test_a_run_with_a_checkpoint_saves_no_other_and_forgets_the_failure_when_it_
     assert (failure["checkpoint"], failure["generators"]) == (None, None)
     assert not (folder / "failure").exists()
     assert f"The last valid checkpoint is step 2, in {folder}/checkpoints\nFind the cause with:\n" in message
-    summary = train(compose(*every, f"resume={folder}", f"output_dir={tmp_path}", "run_name=it"))
+    summary = train(compose(*every, f"resume={folder}", f"output_dir={tmp_path}", "run_name=it")).summary
     assert (summary["status"], summary["failure"]) == ("FINISHED", None)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mantissa.step.ledger import MIB, STEADY, Ledger
 from recipes.language import torch_can_chunk
 from tests.helpers import compose
-from trainer.config.resume import as_before
+from trainer.config import settle
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.loader import Batching
@@ -20,10 +20,9 @@ from trainer.hardware import Hardware, detect
 from trainer.parallel.world import World
 from trainer.recipe import Decision
 from trainer.run import fit, start
-from trainer.run.fit import USABLE, fit_plan, halved, needed_bytes, ran_out
+from trainer.run.fit import USABLE, halved, needed_bytes, ran_out
 from trainer.run.forecast import forecast, required_bytes
 from trainer.run.run import Run
-from trainer.run_folder import RunFolder
 
 BIGNET = ["recipe=bignet", "recipe.width=64", "recipe.layers=4", "data.samples=64", "checkpoint=none"]
 
@@ -31,12 +30,13 @@ BIGNET = ["recipe=bignet", "recipe.width=64", "recipe.layers=4", "data.samples=6
 def fitted(
     monkeypatch: pytest.MonkeyPatch, free_mib: float, *overrides: str, world: World | None = None
 ) -> tuple[Plan[Config], list[Decision]]:
-    monkeypatch.setattr(fit, "available_bytes", lambda device: int(free_mib * MIB))
+    monkeypatch.setattr(settle, "available_bytes", lambda device: int(free_mib * MIB))
     config = compose(*overrides, "device=cpu")
     hardware = detect("cpu")
-    plan = config.plan(hardware, world)
-    datasets = plan.config.recipe.datasets(plan.config.data, 0)
-    plan = fit_plan(config, plan, hardware, world or World(), datasets)
+    plan = settle.settle(config, hardware, world)
+    smaller = fit.fit(plan, hardware, world or World(), config.micro_batch_size == "auto")
+    if smaller is not None:
+        plan = settle.settle(config, hardware, world, fitted=smaller, datasets=plan.datasets)
     assert plan.config.micro_batch_size == plan.batching.micro_batch_size
     return plan, [choice for choice in plan.decisions if choice.key == "micro_batch_size"]
 
@@ -72,7 +72,7 @@ def test_large_models_images_and_vocabularies_are_forecast_and_ordinary_starts_a
 ) -> None:
     forecasts: list[int] = []
 
-    def needed(config: Config, batching: Batching, size: int) -> int:
+    def needed(plan: Plan[Config], size: int) -> int:
         forecasts.append(size)
         return 0
 
@@ -115,8 +115,9 @@ def test_the_microbatch_is_halved_where_memory_runs_out(
 ) -> None:  # fmt: skip
     sizes: list[int] = []
 
-    def train(config: Config, *_: object) -> str:
-        sizes.append(64 if config.micro_batch_size == "auto" else int(config.micro_batch_size))
+    def train(config: Config, smaller: Decision | None, *_: object) -> str:
+        size = config.micro_batch_size if smaller is None else smaller.value
+        sizes.append(64 if size == "auto" else int(str(size)))
         if sizes[-1] <= most:
             return "trained"
         raise ran_out(NO_SPACE, config, Batching(64, sizes[-1]), retry)
@@ -146,6 +147,9 @@ class Two(World):
 
     size = 2
 
+    def run_on_main(self, work: Any) -> Any:
+        return work()
+
     def __init__(self, others: float) -> None:
         self.others = int(others * MIB)
 
@@ -168,16 +172,17 @@ def test_fsdp_shares_weights_gradients_and_optimizer_state() -> None:
     steady = sum(ledger.at_peak[name] for name in STEADY)
     needs = {}
     for mode in ("ddp", "fsdp"):
-        config = compose(*BIGNET, f"parallel={mode}", "device=cpu")
-        needs[mode] = needed_bytes(config, Batching(64, 32, 2), 32)
+        sizes = ("batch_size=64", "micro_batch_size=32")
+        plan = settle.settle(compose(*BIGNET, f"parallel={mode}", *sizes, "device=cpu"), detect("cpu"), Two(0))
+        needs[mode] = needed_bytes(plan, 32)
     assert needs["ddp"] - needs["fsdp"] == steady - steady // 2 > 0
 
 
 def test_a_model_that_cannot_be_forecast_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(config: Config) -> Ledger:
+    def fails(plan: Plan[Config]) -> Ledger:
         raise RunError("it decides by values")
 
-    monkeypatch.setattr(fit, "forecast", fails)
+    monkeypatch.setattr(fit, "ledger_of", fails)
     plan, [choice] = fitted(monkeypatch, 1, *BIGNET)
     assert (plan.batching.micro_batch_size, choice.why) == (512, "the recipe's own for a CPU")
 
@@ -196,7 +201,7 @@ def start_on_a_gpu(monkeypatch: pytest.MonkeyPatch, free_mib: float, *overrides:
     def trainer(plan: Plan[Config], *_: object) -> None:
         raise Begun(plan)
 
-    monkeypatch.setattr(fit, "available_bytes", lambda device: int(free_mib * MIB))
+    monkeypatch.setattr(settle, "available_bytes", lambda device: int(free_mib * MIB))
     monkeypatch.setattr(Hardware, "is_gpu", True)
     monkeypatch.setattr(Run, "trainer_class", trainer)
     with pytest.raises(Begun) as begun:
@@ -211,16 +216,11 @@ def test_on_a_gpu_a_start_is_not_forecast(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.skipif(not torch_can_chunk(), reason="this torch has no chunked linear_cross_entropy")
-def test_on_a_gpu_the_loss_is_in_chunks_where_the_logits_do_not_fit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_on_a_gpu_the_loss_is_in_chunks_where_the_logits_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     for free_mib, size, chunked in ((LOGITS, 16, False), (0.99 * LOGITS, 16, True), (0.99 * LOGITS, 8, False)):
         plan = start_on_a_gpu(monkeypatch, free_mib, f"micro_batch_size={size}")
         assert [each.value for each in plan.decisions if each.key == "recipe.chunked_loss"] == [True] * chunked
-        run, config = RunFolder(tmp_path), compose(*GPT2, "device=cpu")
-        run.write_config({"precision.mode": "fp32", "recipe.chunked_loss": plan.config.recipe.chunked_loss})
-        again = as_before(run, config, config.plan(detect("cpu")))  # a resumed run has its form again
-        assert again.config.recipe.chunked_loss == plan.config.recipe.chunked_loss == chunked
+        assert plan.config.recipe.chunked_loss == chunked
 
 
 @pytest.mark.skipif(not torch_can_chunk(), reason="this torch has no chunked linear_cross_entropy")
@@ -228,16 +228,6 @@ def test_a_loss_in_chunks_avoids_the_logits() -> None:
     job = [*GPT2, "batch_size=16", "micro_batch_size=16", "checkpoint=none"]
     whole, chunked = (need_mib(*job, f"recipe.chunked_loss={form}") for form in ("false", "true"))
     assert 0.8 * LOGITS < whole - chunked < 1.2 * LOGITS
-
-
-def test_a_resumed_run_keeps_its_microbatch(tmp_path: Path) -> None:
-    config = compose(*BIGNET)
-    plan, run = config.plan(detect("cpu")), RunFolder(tmp_path)
-    for recorded, expected in ((32, 32), (3, 512)):
-        run.write_config({"precision.mode": "fp32", "micro_batch_size": recorded})
-        now = as_before(run, config, plan)
-        assert now.config.micro_batch_size == now.batching.micro_batch_size == expected
-        assert [choice.value for choice in now.decisions if choice.key == "micro_batch_size"] == [expected]
 
 
 @pytest.mark.parametrize(("mixup", "fitting"), [(0, 3), (0.2, 2)])

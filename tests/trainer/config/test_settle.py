@@ -1,0 +1,170 @@
+"""What each ``auto`` becomes, and by which fact: the hardware, the data, the memory, or the record of the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.data.images.arrays import Digits
+from recipes.data.images.augment import Light
+from recipes.language import torch_can_chunk
+from tests.helpers import CPU, context
+from trainer.config import settle as module
+from trainer.config.compose import compose as composed
+from trainer.config.init_from import InitFrom
+from trainer.config.registration import flatten
+from trainer.config.schema import Config
+from trainer.config.settle import plan_of, settle
+from trainer.errors import UserError
+from trainer.hardware import Hardware
+from trainer.parallel.world import World
+from trainer.recipe import Decision
+
+GPU = Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))
+BIGNET = ("recipe=bignet", "recipe.width=16", "recipe.layers=2", "data.samples=96")
+GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64")
+RESNET = ("recipe=resnet", "data=digits")
+LORA = (*GPT2, "recipe.lora.rank=2")
+
+
+def compose(*overrides: str) -> Config:
+    return composed(overrides)
+
+
+class Two(World):
+    """The first of two processes."""
+
+    size = 2
+
+
+TABLE: dict[str, tuple[tuple[str, ...], Hardware, dict[str, Any], dict[str, Any]]] = {
+    # name: overrides, hardware, record of an earlier run; what the options become
+    "the model, by the device": (("recipe=resnet", "data=digits"), CPU, {}, {"recipe.arch": "resnet18"}),
+    "the model, on a GPU": (("recipe=resnet", "data=digits"), GPU, {}, {"recipe.arch": "resnet50"}),
+    "sizes, by the recipe": (BIGNET, CPU, {}, {"batch_size": 512, "micro_batch_size": 512}),
+    "what is typed stays": ((*BIGNET, "steps=7", "batch_size=6"), CPU, {}, {"steps": 7, "batch_size": 6}),
+    "the microbatch, by the batch": ((*BIGNET, "batch_size=6"), CPU, {}, {"micro_batch_size": 6}),
+    "steps, by the data": ((*BIGNET, "epochs=2.5", "batch_size=32"), CPU, {}, {"steps": 8, "epochs": None}),
+    "evaluations, by the steps": ((*BIGNET, "steps=400"), CPU, {}, {"eval_every": 40}),
+    "evaluations, by the epochs": ((*BIGNET, "epochs=2"), CPU, {}, {"eval_every": "epoch", "eval_samples": 12}),
+    "evaluated samples, by the batch": ((*BIGNET, "batch_size=2"), CPU, {}, {"eval_samples": 20}),
+    "augmentation, by the data": (RESNET, CPU, {}, {"augment": "none"}),
+    "augmentation, by the record": (RESNET, CPU, {"augment": "imagenet"}, {"augment": "imagenet"}),
+    "no augmentation of text": (GPT2, CPU, {}, {"augment": "none"}),
+    "workers, by the data": (RESNET, CPU, {}, {"loader.workers": 0}),
+    "workers, by the record": (RESNET, CPU, {"loader.workers": 3}, {"loader.workers": 3}),
+    "typed workers stay": ((*RESNET, "loader.workers=1"), CPU, {"loader.workers": 3}, {"loader.workers": 1}),
+    "a whole loss on a CPU": (GPT2, CPU, {}, {"recipe.chunked_loss": False}),
+    "a rate, by the adapters": (LORA, CPU, {}, {"optimizer.lr": 2e-4, "recipe.lora.target": ["c_attn"]}),
+    "a typed rate stays": ((*LORA, "optimizer.lr=0.5"), CPU, {}, {"optimizer.lr": 0.5}),
+    "the microbatch, by the record": (
+        (*BIGNET, "batch_size=64"), CPU, {"micro_batch_size": 16, "batch_size": 64}, {"micro_batch_size": 16}
+    ),
+    "a microbatch that does not divide": (
+        (*BIGNET, "batch_size=64"), CPU, {"micro_batch_size": 3}, {"micro_batch_size": 64}
+    ),
+    "a typed microbatch": (
+        (*BIGNET, "batch_size=64", "micro_batch_size=32"), CPU, {"micro_batch_size": 16}, {"micro_batch_size": 32}
+    ),
+    "other sizes are not taken from it": (BIGNET, CPU, {"batch_size": 5}, {"batch_size": 512}),
+    "rules stay auto": (
+        BIGNET, CPU, {}, {"schedule.warmup_steps": "auto", "checkpoint.every": "auto", "precision.kernels": "auto"}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_what_auto_becomes(name: str) -> None:
+    overrides, hardware, recorded, expected = TABLE[name]
+    if hardware is GPU:  # no data is opened there
+        flat = flatten(plan_of(compose(*overrides), hardware, recorded=recorded).config)
+    else:
+        settled = settle(compose(*overrides), hardware, recorded=recorded)
+        flat = flatten(settled.config)
+        automatic = {choice.key: choice.value for choice in settled.decisions}
+        assert {key: flat[key] for key in automatic if key in flat} == automatic
+    assert {key: flat[key] for key in expected} == expected
+
+
+def test_the_sources_options_count_as_typed_and_a_continued_run_has_those_of_its_record() -> None:
+    config = compose(*LORA)
+    source = InitFrom(torch.__file__, {}, 3, True, {"recipe.size": "nano"})  # type: ignore[arg-type]
+    begun = replace(config, init_from="outputs/first", source=source)
+    assert Decision("recipe.size", "nano", f"as in {source.path}") in plan_of(begun, CPU).decisions
+    record = {"recipe": "gpt2", "recipe.size": "mini", "recipe.positions": 1, "data": "synthetic"}
+    continued = plan_of(replace(begun, typed=frozenset()), CPU, recorded=record).config
+    assert (continued.recipe.size, continued.source) == ("mini", None)
+    assert plan_of(begun, CPU, recorded=record).config.recipe.size == "nano"  # typed
+
+
+def test_a_fitted_microbatch_takes_the_place_of_auto_alone() -> None:
+    fitted = Decision("micro_batch_size", 8, "forecast to fit")
+    plan = plan_of(compose(*BIGNET, "batch_size=16"), CPU, fitted=fitted)
+    assert (plan.batching.micro_batch_size, plan.config.micro_batch_size, fitted in plan.decisions) == (8, 8, True)
+    after = plan_of(compose(*BIGNET, "batch_size=16"), CPU, fitted=fitted._replace(why=""))
+    assert (after.config.micro_batch_size, [each for each in after.decisions if each.key == fitted.key]) == (8, [])
+    typed = plan_of(compose(*BIGNET, "batch_size=16", "micro_batch_size=4"), CPU, fitted=fitted)
+    assert typed.config.micro_batch_size == 4
+
+
+def test_the_microbatches_of_all_ranks_make_the_batch() -> None:
+    plan = plan_of(compose(*BIGNET, "batch_size=12"), CPU, Two())
+    assert (plan.batching.ranks, plan.batching.micro_batch_size, plan.batching.accumulation) == (2, 6, 1)
+    with pytest.raises(UserError, match="2 processes") as refused:
+        plan_of(compose(*BIGNET, "batch_size=7"), CPU, Two())
+    assert refused.value.shared
+
+
+@pytest.mark.skipif(not torch_can_chunk(), reason="this torch has no chunked linear_cross_entropy")
+@pytest.mark.parametrize(
+    ("hardware", "typed", "recorded", "free", "chunked"),
+    [
+        (GPU, "auto", {}, 12 * 4 * 16 * 64, False),
+        (GPU, "auto", {}, 12 * 4 * 16 * 64 - 1, True),
+        (GPU, "false", {}, 0, False),
+        (CPU, "auto", {}, 0, False),
+        (CPU, "auto", {"recipe.chunked_loss": True}, 2**40, True),
+        (GPU, "auto", {"recipe.chunked_loss": False}, 0, False),
+    ],
+)
+def test_the_loss_is_in_chunks_by_the_free_memory_or_as_at_the_start_of_the_run(
+    hardware: Hardware, typed: str, recorded: dict[str, Any], free: int, chunked: bool
+) -> None:
+    config = compose(*GPT2, f"recipe.chunked_loss={typed}")
+    first, _ = config.recipe.resolve(context(config.data, hardware, recorded=recorded))
+    known = {"datasets": SimpleNamespace(vocabulary=64), "micro_batch_size": 4, "free_bytes": free}
+    recipe: Any = first.resolve(context(config.data, hardware, recorded=recorded, **known))[0]
+    assert recipe.chunked_loss is chunked
+
+
+def test_settling_opens_the_data_once_and_changes_no_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+    images = Digits.images
+    monkeypatch.setattr(Digits, "images", lambda *given: opened.append(given) or images(*given))
+    config = compose(*RESNET, "epochs=1", "augment=light")
+    before = flatten(config)
+    settled = settle(config, CPU)
+    assert len(opened) == 1
+    assert flatten(config) == before
+    assert settled.datasets.train.augment == settled.config.augment == Light()  # type: ignore[attr-defined]
+    again = settle(settled.config, CPU, datasets=settled.datasets)  # what is settled stays so
+    assert flatten(again.config) == flatten(settled.config)
+    assert (len(opened), again.decisions) == (1, ())
+
+
+def test_what_is_read_as_something_else_is_not_augmented() -> None:
+    with pytest.raises(UserError, match="augment=imagenet has no effect: this recipe reads no images"):
+        settle(compose(*GPT2, "augment=imagenet"), CPU)
+    with pytest.raises(UserError, match="augment=light has no effect: data=text has no images"):
+        compose("recipe=gpt2", "data=text", f"data.path={__file__}", "augment=light")
+
+
+def test_a_forecast_is_that_of_one_rank_without_compilation() -> None:
+    settled = settle(compose(*BIGNET, "batch_size=12", "compile=default", "parallel=ddp"), CPU, Two())
+    one = module.alone(settled, 3)
+    assert (one.batching.batch_size, one.batching.micro_batch_size, one.batching.ranks) == (6, 3, 1)
+    assert (one.config.compile.mode, one.config.parallel.kind, one.config.micro_batch_size) == ("off", "single", 3)

@@ -1,0 +1,258 @@
+"""From a composed config to one without ``auto``: what the hardware, an earlier run, the data and the memory decide.
+
+Nothing changes a config later. Two things are outside: the device is chosen before the processes know each other, and
+the kernels of 16-bit operands once the model is built. What is recorded as ``auto`` is a rule rather than a value: the
+warm-up is a twentieth of the steps, for example, and a longer run has a longer one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic
+
+from mantissa.step.memory import available_bytes
+from trainer.config.step import EPOCH, Config, Plan, StepConfig
+from trainer.data.contract import Datasets
+from trainer.data.loader import Batching
+from trainer.errors import UserError, check_number, on_every_rank
+from trainer.files import TOKENIZER
+from trainer.hardware import Hardware
+from trainer.parallel.compile import Compile
+from trainer.parallel.world import World, launched_local_rank
+from trainer.parallel.wrap import Parallel
+from trainer.recipe import Context, Decision, Sizes
+
+MICRO = "micro_batch_size"
+
+
+@dataclass(frozen=True)
+class Settled(Plan[Config], Generic[Config]):
+    """All that a run has decided before its model is built."""
+
+    datasets: Datasets
+    """What it trains on and is evaluated on."""
+
+
+def settle(
+    config: Config,
+    hardware: Hardware,
+    world: World | None = None,
+    recorded: Mapping[str, Any] = {},
+    fitted: Decision | None = None,
+    datasets: Datasets | None = None,
+) -> Settled[Config]:
+    """Open the data, and return what the config becomes; every rank calls it. The arguments are those of ``plan_of``.
+
+    Raises:
+        UserError: see ``plan_of``; or the data cannot be had, or does not suit the options.
+    """
+    world = world or World()
+    planned = plan_of(config, hardware, world, recorded, fitted, datasets)
+    config = planned.config
+    datasets = planned.datasets or world.main_first(config.open_datasets)
+    free = free_bytes(hardware, world) if hardware.is_gpu else 0
+    size = planned.batching.micro_batch_size
+    context = Context(hardware, world, config.data, recorded, datasets, size, free)
+    with on_every_rank():
+        recipe, of_recipe = config.recipe.resolve(context)
+        augment, of_augment = config.augment.resolve(context)
+        loader, of_loader = config.loader.resolve(context)
+    augment.attach(datasets)
+    return Settled(
+        config=replace(config, recipe=recipe, augment=augment, loader=loader),
+        batching=planned.batching,
+        eval_every=planned.eval_every,
+        save_every=planned.save_every,
+        decisions=(*planned.decisions, *of_recipe, *of_augment, *of_loader),
+        datasets=datasets,
+    )
+
+
+def plan_of(
+    config: Config,
+    hardware: Hardware,
+    world: World | None = None,
+    recorded: Mapping[str, Any] = {},
+    fitted: Decision | None = None,
+    datasets: Datasets | None = None,
+) -> Plan[Config]:
+    """Return what the config becomes before its data is open, and check that all fits together.
+
+    Args:
+        config: as composed.
+        hardware: where it runs.
+        world: the processes that train together, each of which calls this; None: this one alone.
+        recorded: the options of the run that is continued, by dotted key. They count as typed where the record alone
+            knows what ``auto`` became: the memory, the data or a measurement decided it.
+        fitted: the microbatch that the memory allows, in the place of ``auto``; it is shown where it has a reason.
+        datasets: of the config, where they are open already.
+
+    Raises:
+        UserError: a precision this hardware lacks, a batch that does not divide, data the recipe cannot use.
+    """
+    world = world or World()
+    # The weights that it starts from: their options, and a lower learning rate.
+    config, of_weights = _from_weights(config, recorded)
+    # The hardware: which model, and for how long the recipe trains it in which batches.
+    context = Context(hardware, world, config.data, recorded)
+    with on_every_rank():
+        config.precision.check(hardware)
+        recipe, of_recipe = config.recipe.resolve(context)
+        augment, of_augment = config.augment.resolve(context)
+    config = replace(config, recipe=recipe, augment=augment)
+    sizes = world.run_on_main(partial(recipe.sizes, hardware))  # which may measure
+    default = sizes.why or f"the recipe's own for a {'GPU' if hardware.is_gpu else 'CPU'}"
+    # The data, where its passes are to be counted.
+    by_epochs = config.epochs is not None or config.eval_every == EPOCH
+    if by_epochs and datasets is None:
+        datasets = world.main_first(config.open_datasets)
+    samples, validation = (len(datasets.train), len(datasets.valid)) if by_epochs and datasets else (0, 0)
+    # From here on every number follows from those before it.
+    with on_every_rank():
+        batch_size, of_batch = _number(config, Decision("batch_size", sizes.batch_size, default))
+        epoch = Fraction(samples, batch_size)
+        auto = Decision("steps", sizes.steps, default)
+        if config.epochs is not None:
+            why = f"epochs={config.epochs:g} of {samples:,} samples"
+            auto = Decision("steps", math.ceil(Fraction(str(config.epochs)) * epoch), why)
+        steps, of_steps = _number(config, auto)
+        auto = fitted or _microbatch(config, sizes, default, batch_size, world.size, recorded)
+        micro_batch_size, of_microbatch = _number(config, auto)
+        _check(config, steps, micro_batch_size)
+        batching = Batching(batch_size, micro_batch_size, world.size, world.rank)
+        # Evaluations: after each pass, else at most ten in a run.
+        tenth = max(steps // 10, min(steps, 25))
+        auto = Decision("eval_every", tenth, "at most ten evaluations per run")
+        if config.epochs is not None:
+            auto = Decision("eval_every", EPOCH, "as epochs is set")
+        every, of_every = _number(config, auto)
+        auto = Decision("eval_samples", 10 * batch_size, "at most ten training batches")
+        if every == EPOCH:
+            auto = Decision("eval_samples", validation, "all")
+        eval_samples, of_samples = _number(config, auto)
+    numbers: dict[str, Any] = {
+        "steps": steps,
+        "batch_size": batch_size,
+        MICRO: micro_batch_size,
+        "eval_every": every,
+        "eval_samples": eval_samples,
+    }
+    return Plan(
+        config=replace(config, epochs=None, **numbers),
+        batching=batching,
+        eval_every=epoch if every == EPOCH else Fraction(every),
+        save_every=tenth if by_epochs else None,
+        decisions=(
+            *(*of_weights, *of_recipe, *of_augment),
+            *(*of_steps, *of_batch, *of_microbatch, *of_every, *of_samples),
+        ),
+        datasets=datasets,
+    )
+
+
+def alone(settled: Settled[Config], micro_batch_size: int) -> Settled[Config]:
+    """Return what one rank of a run computes, as a run of one process without torch.compile: for a forecast."""
+    batch_size = settled.batching.batch_size // settled.batching.ranks
+    numbers: dict[str, Any] = {"batch_size": batch_size, MICRO: micro_batch_size}
+    config = replace(settled.config, compile=Compile(), parallel=Parallel(), **numbers)
+    return replace(settled, config=config, batching=Batching(batch_size, micro_batch_size))
+
+
+def free_bytes(hardware: Hardware, world: World) -> int:
+    """Return the free memory of the rank that has least; every rank calls this."""
+    free = available_bytes(hardware.device)
+    shared = world.size > 1 and not hardware.is_gpu  # by the processes of a machine
+    return -world.all_reduce_max(-(free // launched_local_rank()[1] if shared else free))
+
+
+def _from_weights(config: Config, recorded: Mapping[str, Any]) -> tuple[Config, list[Decision]]:
+    """Return the config with the options of the weights that ``init_from`` names, and a rate for them.
+
+    A run that is continued has these options in its record, and the weights in its checkpoint.
+    """
+    decisions: list[Decision] = []
+    if recorded and config.init_from is not None:
+        config = _with_options_of(config, recorded)
+    elif config.source is not None:
+        about = f"as in {config.source.path}"
+        decisions += [Decision(key, value, about) for key, value in config.source.taken.items()]
+    if recorded:
+        config = replace(config, source=None)
+    recipe: Any = config.recipe
+    rank = recipe.lora.rank if hasattr(recipe, "lora") else 0
+    if rank and config.init_from is None:
+        why = "the weights below the adapters are random and stay so; set init_from"
+        decisions.append(Decision("recipe.lora.rank", rank, why))
+    factor = recipe.adapter_lr if rank else recipe.fine_tuning_lr if config.init_from is not None else None
+    if factor is None or {"optimizer.lr", "experiment"} & config.typed:
+        return config, decisions
+    usual = config.optimizer.lr
+    lr = float(f"{factor * usual:.6g}")
+    why = f"for {'adapters' if rank else 'pretrained weights'}; {usual} for random weights"
+    config = replace(config, optimizer=replace(config.optimizer, lr=lr))
+    return config, [*decisions, Decision("optimizer.lr", lr, why)]
+
+
+def _with_options_of(config: Config, recorded: Mapping[str, Any]) -> Config:
+    """Return the config with what a run took over from ``init_from`` when it was started, but for what is typed.
+
+    The tokenizer of that run, which is kept in this one's folder, may be typed as well.
+    """
+    tokenizer = Path(str(getattr(config.data, "tokenizer", None)))
+    source = Path(str(config.init_from))
+    kept = tokenizer.name == TOKENIZER and tokenizer.parent in (source, source.parent)
+    typed = config.typed - ({"data.tokenizer"} if kept else set())
+    kinds = {"recipe": config.recipe.name, "data": config.data.kind}
+    names = {"recipe": (*config.recipe.architecture, *config.recipe.adjustable), "data": ("tokenizer",)}
+    for group, kind in kinds.items():
+        component: Any = getattr(config, group)
+        own = {entry.name for entry in fields(component)}
+        taken = {
+            name: recorded[f"{group}.{name}"]
+            for name in names[group]
+            if name in own and f"{group}.{name}" in recorded.keys() - typed and recorded.get(group) == kind
+        }
+        if taken:
+            changed: dict[str, Any] = {group: replace(component, **taken)}
+            config = replace(config, **changed)
+    return config
+
+
+def _number(config: StepConfig, auto: Decision) -> tuple[Any, list[Decision]]:
+    """Return what is typed, else what was chosen, which is then to be shown if it has a reason."""
+    typed = getattr(config, auto.key)
+    value: Any = auto.value if typed == "auto" else typed
+    if value != EPOCH:
+        check_number(auto.key, value)
+    return value, [auto] if typed == "auto" and auto.why else []
+
+
+def _microbatch(
+    config: StepConfig, sizes: Sizes, why: str, batch_size: int, ranks: int, recorded: Mapping[str, Any]
+) -> Decision:
+    """Return the microbatch that ``auto`` stands for: that of the record, else the largest that divides the batch."""
+    least, most = config.augment.micro_batch_multiple, min(batch_size, sizes.micro_batch_size)
+    fitting = max((size for size in range(least, most + 1, least) if batch_size % (size * ranks) == 0), default=1)
+    before = recorded.get(MICRO)
+    if isinstance(before, int) and 0 < before != fitting and batch_size % (before * ranks) == 0:
+        return Decision(MICRO, before, "as at the start of the run")
+    return Decision(MICRO, fitting, why)
+
+
+def _check(config: StepConfig, steps: int, micro_batch_size: int) -> None:
+    """Refuse numbers that do not fit other options."""
+    if config.schedule.warmup(steps) >= max(2, steps):
+        raise UserError(
+            f"schedule.warmup_steps={config.schedule.warmup_steps} must be less than steps={steps}; "
+            "use schedule.warmup_steps=auto or a longer run"
+        )
+    if micro_batch_size % (least := config.augment.micro_batch_multiple):
+        raise UserError(
+            f"micro_batch_size={micro_batch_size} must be a multiple of {least} for {config.augment.effect()}, which "
+            "mixes neighbours; use another one, or another batch_size"
+        )
