@@ -11,7 +11,7 @@ from evidence.isolated import answer, measure_isolated
 from evidence.runs import merge_overrides
 from mantissa.doctor.diagnosis import HEALTHY, diagnose
 from mantissa.doctor.examine import take
-from mantissa.finding import CRASH
+from mantissa.doctor.finding import CRASH
 from trainer.config.compose import compose
 from trainer.config.schema import Config
 from trainer.config.settle import plan_of

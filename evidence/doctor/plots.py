@@ -11,7 +11,7 @@ import numpy as np
 from mantissa.doctor.diagnosis import Diagnosis
 from mantissa.doctor.fp16_range import HIGHEST, LOWEST, Exponents
 from mantissa.doctor.module_errors import LocalError
-from mantissa.finding import BACKWARD, FORWARD
+from mantissa.step.trace import BACKWARD, FORWARD
 from mantissa.verdict.page import Plot
 from trainer.tracking.plots import ALARM, COLORS, INK, QUIET, RULE, bare_figure
 

@@ -21,13 +21,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from mantissa.display import dtype_name
+from mantissa.doctor.finding import DOMAIN, EXCEPTION, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.doctor.outliers import Outlier, find_outlier, samples, without_outliers
 from mantissa.doctor.tape import UNWRITTEN, Node, Outside, Tape
 from mantissa.errors import described
-from mantissa.finding import BACKWARD, DOMAIN, EXCEPTION, FORWARD, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.formats import FP16, FP32
 from mantissa.step.step import Batch, Replay, Step, batch_key, map_tensors
-from mantissa.step.trace import CAST, Op, Site, Trace, line_of_exception
+from mantissa.step.trace import BACKWARD, CAST, FORWARD, Op, Site, Trace, line_of_exception
 from mantissa.tensors import numbers_in, storage
 
 _MASKED = ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "log_softmax", "softmax")
@@ -118,7 +118,9 @@ class Origin:
         inside = f"inside {self.opened}, opened (fused kernels keep the scores in fp32)"
         detail = "; ".join([*details, *[inside] * bool(self.opened)])
         cures = (cure,) if cure else ()
-        return (site or self.node.site).finding(kind, self.format, detail=detail, path=self.path, cure=cures, **fields)
+        return Finding.at(
+            site or self.node.site, kind, self.format, detail=detail, path=self.path, cure=cures, **fields
+        )
 
 
 def find_origin(replay: Replay, format: str) -> Finding | None:
@@ -461,7 +463,7 @@ def _named(replay: Replay, error: Finding, tape: Tape) -> Finding:
     if node is None or (found := recompute(replay, node.number)).kind != OVERFLOW:
         return error
     detail = f"{found.numbers}; infinities here become finite again, and wrong"
-    return node.site.finding(OVERFLOW, error.format, detail=detail)
+    return Finding.at(node.site, OVERFLOW, error.format, detail=detail)
 
 
 def find_exception(replay: Replay, format: str) -> Finding | None:

@@ -9,14 +9,15 @@ from mantissa.doctor.budget import Budget
 from mantissa.doctor.compiled import compiled
 from mantissa.doctor.data import data
 from mantissa.doctor.dtypes import manifest
+from mantissa.doctor.finding import DIVERGENCE, DTYPE, ERROR, LOST, UPDATE, Examined, Finding
 from mantissa.doctor.fp16_range import fp16_range
 from mantissa.doctor.gradients import gradients
 from mantissa.doctor.module_errors import module_errors
 from mantissa.doctor.training import divergence
 from mantissa.doctor.updates import state_updates, updates
 from mantissa.doctor.whole_gradients import whole_gradients
-from mantissa.finding import DIVERGENCE, DTYPE, ERROR, FORWARD, LOST, UPDATE, Examined, Finding
 from mantissa.step.step import Step
+from mantissa.step.trace import FORWARD
 
 SWEEP, ISLANDS = "formats", "islands"
 """Names of the format sweep and of the search for cures among the checks."""

@@ -8,10 +8,11 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 
 from mantissa.doctor.budget import Budget
+from mantissa.doctor.finding import DIFFERENCE, Cure, Examined, Finding
 from mantissa.doctor.sweep import DIFFERS, OK, FormatTrial
-from mantissa.finding import DIFFERENCE, FORWARD, Cure, Examined, Finding
 from mantissa.step.compile import compile_in_place
 from mantissa.step.step import Gradients, Replay, Step
+from mantissa.step.trace import FORWARD
 
 ALLOWED = 8
 """Times that a compiled model may differ from the eager one by what that differs from the reference."""

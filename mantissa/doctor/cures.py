@@ -20,13 +20,13 @@ from mantissa.display import size
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.cause import find_exception, find_origin
 from mantissa.doctor.dtypes import NO_CAST, explicit_casts
+from mantissa.doctor.finding import DOMAIN, EXCEPTION, OVERFLOW, UNDERFLOW, Again, Cure, Finding
 from mantissa.doctor.tape import UNWRITTEN
 from mantissa.errors import FormatError
-from mantissa.finding import BACKWARD, DOMAIN, EXCEPTION, FORWARD, OVERFLOW, UNDERFLOW, Again, Cure, Finding
 from mantissa.formats import FP16, Format
 from mantissa.step.ledger import MemoryLedger
 from mantissa.step.step import Batch, Remedies, Replay, Step
-from mantissa.step.trace import HALF, Line, Op, Trace, functional_name
+from mantissa.step.trace import BACKWARD, FORWARD, HALF, Line, Op, Trace, functional_name
 from mantissa.tensors import numbers_in, relative_error
 
 _OTHERS = 3

@@ -10,7 +10,7 @@ from torch import Tensor
 from mantissa.display import dtype_name, listed
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.cures import module_cure
-from mantissa.finding import INPUT, Examined, Finding
+from mantissa.doctor.finding import INPUT, Examined, Finding
 from mantissa.step.step import Step, batch_key
 from mantissa.step.trace import Op, Trace
 
@@ -62,7 +62,7 @@ def rounded_data(step: Step, share: float = _SIGNAL, columns: bool = False) -> F
                 key = batch_key(name)
                 part = f"{lost.max().clamp(max=1):.0%} of what varies in {where}"
                 detail = f"rounding {key} to {dtype_name(op.result.dtype)} loses {part}: subtract the mean before"
-                findings.append(op.site(op.result).finding(INPUT, step.format.name, detail=detail, tensor=key))
+                findings.append(Finding.at(op.site(op.result), INPUT, step.format.name, detail=detail, tensor=key))
 
     with Trace(replay.model, note):
         replay.loss(batch)

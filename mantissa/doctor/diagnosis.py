@@ -15,9 +15,7 @@ import torch
 from mantissa.doctor.budget import Budget, Say
 from mantissa.doctor.checks import CHECKS, COMPILED, EXACT, FINITE, ISLANDS, RUNS, SWEEP, TABLE, Check
 from mantissa.doctor.cures import Islands, Trial, line_of_error, places, search
-from mantissa.doctor.fp16_range import Range
-from mantissa.doctor.sweep import DIFFERENT, OK, RAISES, FormatTrial, Sweep, format_sweep
-from mantissa.finding import (
+from mantissa.doctor.finding import (
     CRASH,
     DOMAIN,
     ERROR,
@@ -30,6 +28,8 @@ from mantissa.finding import (
     Examined,
     Finding,
 )
+from mantissa.doctor.fp16_range import Range
+from mantissa.doctor.sweep import DIFFERENT, OK, RAISES, FormatTrial, Sweep, format_sweep
 from mantissa.formats import BF16, FP32, Format, plain
 from mantissa.step.step import Step
 

@@ -10,10 +10,10 @@ import torch
 
 from mantissa.display import counted, dtype_name
 from mantissa.doctor.budget import Budget
-from mantissa.finding import DTYPE, FORWARD, Cure, Examined, Finding
+from mantissa.doctor.finding import DTYPE, Cure, Examined, Finding
 from mantissa.formats import FP32, plain
 from mantissa.step.step import Replay, Step
-from mantissa.step.trace import CAST, PRODUCTS, DtypeRecorder, Op, Row, Site, Trace
+from mantissa.step.trace import CAST, FORWARD, PRODUCTS, DtypeRecorder, Op, Row, Site, Trace
 
 NO_CAST = "no cast to 16 bits in this line"
 
@@ -134,7 +134,7 @@ def _casts_in_fp32(replay: Replay) -> list[Finding]:
     if replay.format.half is not None:
         return []
     detail = f"the code casts to 16 bits, which precision={replay.format.name} does not ask for"
-    return [cast.finding(DTYPE, replay.format.name, detail=detail) for cast in explicit_casts(replay)[:1]]
+    return [Finding.at(cast, DTYPE, replay.format.name, detail=detail) for cast in explicit_casts(replay)[:1]]
 
 
 def explicit_casts(replay: Replay, backward: bool = False) -> list[Site]:

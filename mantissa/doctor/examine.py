@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.doctor.diagnosis import CHECKS, Diagnosis, TakenStep, diagnose
+from mantissa.doctor.finding import Finding
 from mantissa.doctor.report import lines, opening, write_report
 from mantissa.doctor.training import MOST_STEPS
 from mantissa.errors import UsageError, check_type
-from mantissa.finding import Finding
 from mantissa.formats import FORMATS, computing_in, format_name
 from mantissa.step.ledger import MemoryLedger
 from mantissa.step.loop import LoopStep, Loss

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mantissa.display import dtype_name
+from mantissa.doctor.finding import INPUT, MOMENT, RATE, SCALE, UNDERFLOW, UPDATE, Finding
 from mantissa.doctor.outliers import find_outlier, without_outliers
-from mantissa.finding import INPUT, MOMENT, RATE, SCALE, UNDERFLOW, UPDATE, Finding
 from mantissa.formats import FP32
 from mantissa.step.step import Batch, Replay, Step
 from mantissa.step.trace import Trace

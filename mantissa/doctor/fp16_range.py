@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.cures import scale_cures
+from mantissa.doctor.finding import SCALE, UNDERFLOW, Examined, Finding
 from mantissa.doctor.limits import NOISE
-from mantissa.finding import BACKWARD, SCALE, UNDERFLOW, Examined, Finding
 from mantissa.formats import FP16
 from mantissa.step.step import LEAST_SCALE, Batch, Replay, Step
-from mantissa.step.trace import DtypeRecorder
+from mantissa.step.trace import BACKWARD, DtypeRecorder
 from mantissa.tensors import numbers_in, relative_error
 
 LOWEST, HIGHEST = -75, 30

@@ -12,10 +12,10 @@ from torch import Tensor
 from mantissa.display import listed
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.dtypes import NO_CAST, explicit_casts
-from mantissa.finding import BACKWARD, BLOCKED, ERROR, FORWARD, SCALE, UNDERFLOW, Cure, Examined, Finding
+from mantissa.doctor.finding import BLOCKED, ERROR, SCALE, UNDERFLOW, Cure, Examined, Finding
 from mantissa.formats import FP32, plain
 from mantissa.step.step import Replay, ReplayResult, Step
-from mantissa.step.trace import Line, Op, Trace, is_checkpointed
+from mantissa.step.trace import BACKWARD, FORWARD, Line, Op, Trace, is_checkpointed
 from mantissa.tensors import relative_error, storage
 
 _NO_DERIVATIVE = tuple(f"{name}Backward" for name in ("Round", "Sign", "Floor", "Ceil", "Trunc", "Heaviside"))
@@ -148,7 +148,7 @@ def _cast(step: Step, exact: ReplayResult) -> list[Finding]:
     for cast in casts:
         other = other.without_casts(cast.line)
     kind, cures = UNDERFLOW if share else ERROR, (Cure(NO_CAST, other),)
-    return [casts[0].finding(kind, FP32.name, direction=BACKWARD, detail=detail, cures=cures)]
+    return [Finding.at(casts[0], kind, FP32.name, direction=BACKWARD, detail=detail, cures=cures)]
 
 
 def _disproportionate(replay: Replay, names: list[str]) -> list[str]:

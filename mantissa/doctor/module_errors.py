@@ -29,13 +29,13 @@ from mantissa.doctor.budget import Budget, LeftOutError
 from mantissa.doctor.calls import Call, Evaluated, as_called, evaluate, record
 from mantissa.doctor.cause import name_overflows
 from mantissa.doctor.cures import line_of_error
+from mantissa.doctor.finding import ERROR, UNDERFLOW, Examined, Finding
 from mantissa.doctor.limits import HARM, NOISE
 from mantissa.doctor.random import without_dropout
 from mantissa.errors import FormatError
-from mantissa.finding import BACKWARD, ERROR, FORWARD, UNDERFLOW, Examined, Finding
 from mantissa.formats import BF16, FP16, FP32, TF32, Number, scaled_number
 from mantissa.step.step import Gradients, Replay, Step
-from mantissa.step.trace import PRODUCTS, Op, Trace
+from mantissa.step.trace import BACKWARD, FORWARD, PRODUCTS, Op, Trace
 from mantissa.tensors import in_dtype, relative_error
 
 FACTOR = 8

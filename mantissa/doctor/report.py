@@ -12,9 +12,10 @@ from typing import Any
 
 from mantissa.display import finite
 from mantissa.doctor.diagnosis import FOUND, HEALTHY, INCOMPLETE, Diagnosis, TakenStep
+from mantissa.doctor.finding import MEANINGS, OVERFLOW, Finding
 from mantissa.doctor.fp16_range import LOWEST, Exponents
 from mantissa.doctor.sweep import DIFFERENT
-from mantissa.finding import FORWARD, MEANINGS, OVERFLOW, Finding
+from mantissa.step.trace import FORWARD
 from mantissa.verdict.page import Plot, Report, Section, measured_on
 
 VERDICT = "verdict.json"

@@ -11,11 +11,12 @@ import torch
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.cause import find_exception, find_origin
 from mantissa.doctor.dtypes import stored_in_half
+from mantissa.doctor.finding import DOMAIN, EXCEPTION, INPUT, NOT_FINITE, Cure, Finding
 from mantissa.doctor.fp16_range import fp16_range
 from mantissa.errors import FormatError, described, is_out_of_memory
-from mantissa.finding import BACKWARD, DOMAIN, EXCEPTION, FORWARD, INPUT, NOT_FINITE, Cure, Finding
 from mantissa.formats import BF16, FP32, TF32, Format, plain
 from mantissa.step.step import Replay, Step
+from mantissa.step.trace import BACKWARD, FORWARD
 
 OK, BREAKS, RAISES, DIFFERS, LEFT_OUT = "ok", "BREAKS", "RAISES", "DIFFERS", "left out"
 DIFFERENT = 0.01

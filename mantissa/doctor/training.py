@@ -15,10 +15,11 @@ from mantissa.doctor.cause import find_origin
 from mantissa.doctor.data import rounded_away
 from mantissa.doctor.dtypes import NO_CAST, casts_in_update
 from mantissa.doctor.explosion import explosion, losses_of
+from mantissa.doctor.finding import DIVERGENCE, INPUT, LOST, UPDATE, Cure, Examined, Finding
 from mantissa.doctor.limits import HARM
-from mantissa.finding import DIVERGENCE, FORWARD, INPUT, LOST, UPDATE, Cure, Examined, Finding
 from mantissa.formats import FP32, Format, plain
 from mantissa.step.step import Batch, Replay, Step
+from mantissa.step.trace import FORWARD
 from mantissa.tensors import finite, relative_error
 
 STEPS, MOST_STEPS = 20, 60

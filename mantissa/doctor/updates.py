@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from mantissa.display import dtype_name
 from mantissa.doctor.budget import Budget
+from mantissa.doctor.finding import LOST, MOMENT, UPDATE, Cure, Examined, Finding
 from mantissa.errors import FormatError
-from mantissa.finding import FORWARD, LOST, Cure, Examined, Finding
 from mantissa.step.step import Replay, Step
-from mantissa.step.updates import UpdateMeter, is_elementwise, judge
+from mantissa.step.trace import FORWARD
+from mantissa.step.updates import MOST, Counts, UpdateMeter, is_elementwise
 from mantissa.tensors import relative_error
+
+_SHOWN = 3
+"""Findings of one step, at most."""
 
 
 def updates(step: Step, budget: Budget) -> Examined:
-    """Take the optimizer's step, and return what rounding to 16-bit weights does to its updates."""
+    """Take the optimizer's step, and return what rounding to 16-bit weights does to its updates.
+
+    Only weights that are kept in 16 bits between steps are judged: masters hold what their copies lose, and stochastic
+    rounding loses single updates on purpose.
+    """
     if not step.format.only_half:
         return Examined()
     replay = step.as_run()
@@ -31,11 +38,41 @@ def updates(step: Step, budget: Budget) -> Examined:
         replay.update(replay.run().correction, meter)
     except Exception as error:  # an optimizer that cannot be copied, or does not treat each element alone
         raise FormatError(f"{name}: {error}") from error
-    judged = judge(meter.results(), step.format)
+    findings = _judged(meter.results(), step)
+    modules = {finding.module for finding in findings}
+    more = [f"{len(modules)} modules have such updates; the worst {_SHOWN} are shown"] if len(findings) > _SHOWN else []
+    return Examined(findings=tuple(findings[:_SHOWN]), notes=(*_lost_decay(replay), *more))
+
+
+def _judged(updates: dict[str, Counts], step: Step) -> list[Finding]:
+    """Return what is wrong with one step's updates, the worst parameter of each module, the worst modules first."""
     other = step.with_fp32_weights()
     cure = Cure(step.remedies.format(other.format), other)
-    findings = tuple(replace(finding, cures=(cure,)) for finding in judged.findings)
-    return Examined(findings=findings, notes=(*_lost_decay(replay), *judged.notes))
+
+    def fault(kind: str, parameter: str, detail: str) -> Finding:
+        module, detail = parameter.rpartition(".")[0], f"{parameter}: {detail}"
+        return Finding(kind, UPDATE, module, step.format.name, detail=detail, cures=(cure,))
+
+    findings = []
+    # The second moment, by which Adam divides, is 0 where the gradient is not.
+    for parameter, share in _worst({name: counts.moment_zero_share for name, counts in updates.items()}).items():
+        zero = f"the second moment of {share:.0%} of the elements is 0 in {step.format.number.name}"
+        findings.append(fault(MOMENT, parameter, f"{zero}, their gradient is not"))
+    # Updates are rounded away, and what is left points elsewhere.
+    lost = {name: counts.lost_share for name, counts in updates.items() if counts.loses_updates}
+    for parameter, share in _worst(lost).items():
+        quality = f"effective descent quality {updates[parameter].edq:.2f}"
+        findings.append(fault(LOST, parameter, f"{share:.0%} of the updates are rounded away, {quality}"))
+    return findings
+
+
+def _worst(shares: dict[str, float]) -> dict[str, float]:
+    """Return of each module the parameter with the largest share, of those above ``MOST``, the largest first."""
+    worst: dict[str, str] = {}
+    for parameter in sorted(shares, key=shares.__getitem__, reverse=True):
+        if shares[parameter] > MOST:
+            worst.setdefault(parameter.rpartition(".")[0], parameter)
+    return {parameter: shares[parameter] for parameter in worst.values()}
 
 
 def _lost_decay(replay: Replay) -> Iterator[str]:

@@ -8,10 +8,11 @@ from functools import partial
 
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.data import rounded_away
+from mantissa.doctor.finding import ERROR, Examined, Finding
 from mantissa.doctor.module_errors import FACTOR
 from mantissa.doctor.random import without_dropout
-from mantissa.finding import BACKWARD, ERROR, FORWARD, Examined, Finding
 from mantissa.step.step import Gradients, Step
+from mantissa.step.trace import BACKWARD, FORWARD
 from mantissa.tensors import relative_error
 
 _WRONG, _WRONG_LOSS = 0.5, 0.25

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.display import dtype_name
-from mantissa.finding import BACKWARD, FORWARD, Finding
 from mantissa.tensors import numbers_in, tensors
 
 CAST = "aten._to_copy"
@@ -36,6 +35,8 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "linear", "co
 _MOVES = {"_to_copy", "clone", "contiguous", "copy_", "detach", "lift_fresh", "_unsafe_view"}
 _FILLS = {"fill_", "zero_", "empty_like", "full_like", "ones_like", "zeros_like"}
 _EXCHANGES = {"c10d", "_c10d_functional", "fsdp"}
+FORWARD, BACKWARD = "forward", "backward"
+"""Directions in which an operator runs."""
 _TORCH, _HERE = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
 _CHECKPOINT = f"{_TORCH}utils/checkpoint.py"
 _ENGINE = f"{_TORCH}autograd/graph.py"
@@ -107,12 +108,6 @@ class Site(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     line: str
-
-    def finding(self, kind: str, format: str, **fields: Any) -> Finding:
-        """Return a fault there."""
-        own = {"op": self.op, "dtype": self.dtype, "shape": self.shape, "line": self.line}
-        fields = {"module": self.module, "direction": self.direction} | own | fields
-        return Finding(kind, format=format, **fields)
 
 
 class Op:

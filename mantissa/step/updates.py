@@ -13,17 +13,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from mantissa.finding import LOST, MOMENT, UPDATE, Examined, Finding
-from mantissa.formats import Format
 from mantissa.tensors import local, measurable
 
 SAMPLE = 65536
 """Elements of a parameter that are measured, at most."""
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum")
 """Where torch's optimizers keep averages or sums of squared gradients."""
-_MOST, _QUALITY = 0.5, 0.9
+MOST, _QUALITY = 0.5, 0.9
 """A fault are updates of which more are lost, and whose effective descent quality is less."""
-_SHOWN = 3
 
 
 class Masters(Protocol):
@@ -72,7 +69,7 @@ class Counts(NamedTuple):
     @property
     def loses_updates(self) -> bool:
         """Whether most updates are lost, and what arrives of the others does not make up for it."""
-        return self.lost_share > _MOST and self.edq < _QUALITY
+        return self.lost_share > MOST and self.edq < _QUALITY
 
     @property
     def moment_zero_share(self) -> float:
@@ -314,42 +311,3 @@ def is_elementwise(name: str) -> bool:
 def ratio(part: float, whole: float) -> float:
     """Return a fraction; NaN of nothing."""
     return part / whole if whole else math.nan
-
-
-def judge(updates: dict[str, Counts], format: Format) -> Examined:
-    """Return what is wrong with one step's updates, the worst modules first.
-
-    Only weights that are kept in 16 bits between steps are judged: masters hold what their copies lose, and stochastic
-    rounding loses single updates on purpose.
-    """
-    if not format.only_half:
-        return Examined()
-    name = format.number.name
-
-    def finding(kind: str, parameter: str, detail: str) -> Finding:
-        return Finding(kind, UPDATE, parameter.rpartition(".")[0], format.name, detail=f"{parameter}: {detail}")
-
-    zero = _worst({parameter: counts.moment_zero_share for parameter, counts in updates.items()})
-    findings = [
-        finding(
-            MOMENT, parameter, f"the second moment of {share:.0%} of the elements is 0 in {name}, their gradient is not"
-        )
-        for parameter, share in zero.items()
-    ]
-    lost = {parameter: counts.lost_share for parameter, counts in updates.items() if counts.loses_updates}
-    for parameter, share in _worst(lost).items():
-        quality = updates[parameter].edq
-        detail = f"{share:.0%} of the updates are rounded away, effective descent quality {quality:.2f}"
-        findings.append(finding(LOST, parameter, detail))
-    modules, many = {finding.module for finding in findings}, len(findings) > _SHOWN
-    notes = [f"{len(modules)} modules have such updates; the worst {_SHOWN} are shown"] if many else []
-    return Examined(findings=tuple(findings[:_SHOWN]), notes=tuple(notes))
-
-
-def _worst(shares: dict[str, float]) -> dict[str, float]:
-    """Return of each module the parameter with the largest share, of those above ``_MOST``, the largest first."""
-    worst: dict[str, str] = {}
-    for parameter in sorted(shares, key=shares.__getitem__, reverse=True):
-        if shares[parameter] > _MOST:
-            worst.setdefault(parameter.rpartition(".")[0], parameter)
-    return {parameter: shares[parameter] for parameter in worst.values()}

@@ -13,10 +13,10 @@ from evidence.doctor.step import step_of as step_of_trainer
 from evidence.runs import merge_overrides
 from mantissa.doctor.cause import find_origin
 from mantissa.doctor.diagnosis import CHECKS, HEALTHY, diagnose
-from mantissa.finding import BACKWARD, DIVERGENCE, FORWARD, LOST, MOMENT, OVERFLOW, Finding
+from mantissa.doctor.finding import DIVERGENCE, LOST, MOMENT, OVERFLOW, Finding
 from mantissa.formats import FORMATS
 from mantissa.step.step import Replay
-from mantissa.step.trace import Op, Trace
+from mantissa.step.trace import BACKWARD, FORWARD, Op, Trace
 from mantissa.tensors import finite
 from recipes.bert import Bert
 from tests.evidence.doctor.planted import TINY, step_of

@@ -24,10 +24,10 @@ from mantissa.doctor.checks import TABLE
 from mantissa.doctor.cures import islands_text
 from mantissa.doctor.diagnosis import Diagnosis, diagnose
 from mantissa.doctor.examine import take
+from mantissa.doctor.finding import Examined, Finding
 from mantissa.doctor.fp16_range import Exponents, Range
 from mantissa.doctor.module_errors import LocalError
 from mantissa.doctor.report import lines, opening
-from mantissa.finding import Examined, Finding
 from mantissa.step.step import Step
 from tests.evidence.doctor.planted import Planted
 from tests.mantissa.doctor.faults import WIDTH, around, large_ffn

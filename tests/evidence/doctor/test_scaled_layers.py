@@ -14,10 +14,11 @@ from evidence.doctor.step import step_of
 from mantissa.doctor.cause import find_origin
 from mantissa.doctor.diagnosis import CHECKS, HEALTHY, diagnose
 from mantissa.doctor.examine import take
+from mantissa.doctor.finding import UNDERFLOW
 from mantissa.doctor.module_errors import local_errors
-from mantissa.finding import BACKWARD, FORWARD, UNDERFLOW
 from mantissa.formats import FORMATS
 from mantissa.step.step import Step
+from mantissa.step.trace import BACKWARD, FORWARD
 from mantissa.watch.setup import _scaled
 from tests.helpers import trainer_of
 

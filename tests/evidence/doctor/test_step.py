@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from evidence.doctor.step import step_of as step_of_trainer
 from mantissa.doctor.dtypes import explicit_casts
-from mantissa.finding import BACKWARD, FORWARD
 from mantissa.formats import FORMATS
 from mantissa.step.loop import LoopStep
 from mantissa.step.step import Replay, Step
-from mantissa.step.trace import Op, Trace
+from mantissa.step.trace import BACKWARD, FORWARD, Op, Trace
 from mantissa.tensors import random_state
 from tests.evidence.doctor.planted import TINY, Planted, step_of, step_of_run
 from tests.helpers import copied, fit, same_bits, trainer_of

@@ -17,10 +17,11 @@ from mantissa.doctor import compiled
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.diagnosis import CHECKS, FOUND, diagnose
 from mantissa.doctor.examine import take
+from mantissa.doctor.finding import DIFFERENCE, DTYPE, OVERFLOW
 from mantissa.doctor.module_errors import local_errors
 from mantissa.doctor.sweep import DIFFERS
-from mantissa.finding import BACKWARD, DIFFERENCE, DTYPE, FORWARD, OVERFLOW
 from mantissa.step.step import Gradients, Step
+from mantissa.step.trace import BACKWARD, FORWARD
 from tests.evidence.doctor.planted import TINY, Planted, step_of, step_of_run
 from tests.mantissa.doctor.faults import WIDTH, Batch, Computes, around, linear, mean_square
 from trainer.precision.modes import Precision

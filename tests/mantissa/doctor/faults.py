@@ -15,15 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 import mantissa
 from mantissa.doctor.examine import Report
-from mantissa.finding import (
-    BACKWARD,
+from mantissa.doctor.finding import (
     BLOCKED,
     DIVERGENCE,
     DOMAIN,
     DTYPE,
     ERROR,
     EXCEPTION,
-    FORWARD,
     INPUT,
     LOST,
     MOMENT,
@@ -36,6 +34,7 @@ from mantissa.finding import (
 )
 from mantissa.formats import FORMATS
 from mantissa.step.loop import LoopStep
+from mantissa.step.trace import BACKWARD, FORWARD
 
 Batch = dict[str, Tensor]
 BATCH, WIDTH = 8, 32

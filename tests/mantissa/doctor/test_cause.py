@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from mantissa.doctor.cause import find_origin, origin
+from mantissa.doctor.finding import OVERFLOW
 from mantissa.doctor.tape import Tape
-from mantissa.finding import FORWARD, OVERFLOW
-from mantissa.step.trace import Trace
+from mantissa.step.trace import FORWARD, Trace
 from tests.mantissa.doctor.faults import BATCH, WIDTH, around, large_ffn, step_of
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import mantissa
 from mantissa.doctor.diagnosis import diagnose
 from mantissa.doctor.examine import Report, take
-from mantissa.finding import ERROR
+from mantissa.doctor.finding import ERROR
 from mantissa.formats import FORMATS
 from mantissa.step.loop import LoopStep
 from tests.mantissa.doctor.faults import (

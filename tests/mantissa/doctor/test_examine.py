@@ -27,8 +27,8 @@ from mantissa import UsageError
 from mantissa.__main__ import main
 from mantissa.doctor.checks import TABLE
 from mantissa.doctor.diagnosis import HEALTHY
+from mantissa.doctor.finding import DTYPE, ERROR, INPUT, LOST, MOMENT, OVERFLOW, RATE
 from mantissa.errors import FormatError
-from mantissa.finding import DTYPE, ERROR, INPUT, LOST, MOMENT, OVERFLOW, RATE
 from mantissa.tensors import random_state
 from tests.mantissa.bits import same_bits
 from tests.mantissa.doctor.faults import Batch, Own, adam, error, regression, with_value

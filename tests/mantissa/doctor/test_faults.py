@@ -8,7 +8,7 @@ import pytest
 
 from mantissa.doctor import diagnosis
 from mantissa.doctor.diagnosis import FOUND
-from mantissa.finding import CRASH, DIFFERENCE, MEANINGS
+from mantissa.doctor.finding import CRASH, DIFFERENCE, MEANINGS
 from tests.mantissa.doctor.faults import FAULTS
 from tests.mantissa.doctor.healthy import HEALTHY
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mantissa.step.step import Step
+    from mantissa.step.trace import Site
 
 MEANINGS: dict[str, str] = {}
 """The kinds of faults, and what they mean."""
@@ -38,7 +39,8 @@ BLOCKED = kind("no gradient", "No gradient reaches a weight that the loss depend
 DIVERGENCE = kind("divergence", "Within a few steps, the loss leaves the spread of the reference.")
 CRASH = kind("crash", "A check of the examination failed: the traceback is in the report.")
 
-FORWARD, BACKWARD, UPDATE, EXAMINATION = "forward", "backward", "update", "examination"
+UPDATE, EXAMINATION = "update", "examination"
+"""Where a fault is, besides forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,11 @@ class Finding:
     """Line of the forward code: file, number and text; empty: it is not known."""
     cures: tuple[Cure, ...] = field(default=(), repr=False, compare=False)
     """What may cure it, the cheapest first. The first that holds becomes ``cure``."""
+
+    @classmethod
+    def at(cls, site: Site, kind: str, format: str, **fields: Any) -> Finding:
+        """Return a fault at an operator; ``fields`` say otherwise."""
+        return cls(**{"kind": kind, "format": format} | site._asdict() | fields)
 
     @property
     def place(self) -> str:
