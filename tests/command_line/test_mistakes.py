@@ -22,8 +22,8 @@ from tests.command_line.mistakes import Began, Row, begin, check, rows
 from tests.helpers import PROJECT
 from trainer.checkpoint import store as checkpoint
 from trainer.config.step import StepConfig
+from trainer.run.run import Run
 from trainer.run.signals import CLEARED
-from trainer.trainer import Trainer
 
 BIGNET = "recipe=bignet recipe.layers=2 recipe.width=8 batch_size=4 data.samples=64 eval_samples=4 tracking=local"
 TRAIN = r"""
@@ -187,7 +187,7 @@ def test_a_mistake_leaves_nothing_and_its_remedy_is_accepted(
     scratch, before = tmp_path / "scratch", everything(files)
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    monkeypatch.setattr(Trainer, "train_step", begin)
+    monkeypatch.setattr(Run, "begin", begin)  # the last place before anything is written
     open_datasets, opened = StepConfig.open_datasets, []
 
     def opening(config: Any) -> Any:
