@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from recipes.gpt2 import GPT2
-from tests.helpers import CPU, compose, fit, gradients, same_bits, trainer_of
+from tests.helpers import CPU, compose, context, fit, gradients, same_bits, trainer_of
 from trainer.config.settle import plan_of
 from trainer.errors import UserError
 from trainer.hardware import Hardware
@@ -68,11 +68,11 @@ def test_published_sizes_have_their_parameters(
 def test_auto_is_small_on_a_cpu_and_published_on_a_gpu(
     recipe: str, on_cpu: tuple[str, int, tuple[int, int, int]], on_gpu: tuple[str, int, tuple[int, int, int]]
 ) -> None:
-    for hardware, (size, context, sizes) in ((CPU, on_cpu), (GPU, on_gpu)):
+    for hardware, (size, length, sizes) in ((CPU, on_cpu), (GPU, on_gpu)):
         config = compose(f"recipe={recipe}", "data=synthetic")
         _, choices = config.recipe.resolve(context(config.data, hardware))
         found = [(choice.key, choice.value) for choice in choices]
-        assert found == [("recipe.size", size), ("recipe.context", context)]
+        assert found == [("recipe.size", size), ("recipe.context", length)]
         assert replace(config.recipe.sizes(hardware), why="") == Sizes(*sizes)
 
 

@@ -281,14 +281,14 @@ def run_claim(tmp_path: Path, started: list[str], monkeypatch: pytest.MonkeyPatc
 def test_a_claim_is_run_in_turns_and_printed_beside_the_published_figure(
     tmp_path: Path, run_claim: Test, started: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_claim(claim(tmp_path)) == 0
+    assert run_claim(claim(tmp_path)).verdict == "CONFIRMED"
     assert started[:3] == ["fp32-s0", "bf16-s0", "bf16-s1"]
     printed = capsys.readouterr().out
     assert "mine: CONFIRMED; published: 2x" in printed
     assert "throughput, bf16 over fp32: 2.500x  criterion ≥ 2  published 2x  CONFIRMED" in printed
     found = read_json(tmp_path / "runs" / "claim.json")
     assert (found["command"], found["rows"][0]["value"]) == ("python scripts/reproduce.py claim=mine", 2.5)
-    assert run_claim(claim(tmp_path)) == 0  # nothing is run again
+    assert run_claim(claim(tmp_path)).verdict == "CONFIRMED"  # nothing is run again
     assert len(started) == 6
 
 

@@ -65,7 +65,7 @@ def test_weights_of_torchvision_by_name_with_a_new_head_and_their_normalisation(
     assert trainer.recipe.description(trainer.datasets)["mean"] == list(IMAGENET_MEAN)
     shift = torch.tensor((0.485, 0.456, 0.406)).view(1, 3, 1, 1) * 255
     torch.testing.assert_close(trainer.model.normalise.mean, shift)  # type: ignore[union-attr]
-    (choice,) = (choice for choice in trainer.decisions if choice.key == "init_from")
+    (choice,) = (choice for choice in trainer.plan.decisions if choice.key == "init_from")
     assert "a new head for 10 classes (fc.weight, fc.bias); images are normalised with 0.485" in choice.why
     assert trainer.recipe.summary_fields(trainer.model, trainer.datasets)["pretrained"] == "IMAGENET1K_V1"
 
@@ -94,7 +94,7 @@ def test_a_body_without_a_head_or_with_another_kind_of_head_gets_a_new_one(
         trainer = trainer_of(*SMALL, f"init_from={tmp_path / 'moco.pth.tar'}")
         halved = {name: tensor.half().to(tensor.dtype) for name, tensor in published.items()}
         assert same_bits(body(trainer.model.state_dict()), body(halved))
-        (choice,) = (choice for choice in trainer.decisions if choice.key == "init_from")
+        (choice,) = (choice for choice in trainer.plan.decisions if choice.key == "init_from")
         assert "its state_dict, the prefix module.encoder_q. removed; a new head for 10 classes" in choice.why
 
 
