@@ -14,6 +14,7 @@ from torch import nn
 
 import mantissa
 from mantissa.__main__ import main
+from mantissa.doctor.checks import CHECKS
 from mantissa.errors import FormatError, UsageError
 
 START = """
@@ -117,12 +118,11 @@ def test_what_a_message_says_to_do_ends_well(row: int, tmp_path: Path) -> None:
 
 
 EXAMINED = "fp32, tf32, bf16, fp16, bf16_pure, fp16_pure"
-CHECKS = "formats, manifest, gradients, range, data, modules, updates, state, divergence, islands"
 # A program, the place of an argument in it, a wrong value, and the values that the message names.
 VALUES: list[tuple[str, str, str, list[str]]] = [
     (EXAMINE, '"bf16"', "precision='quarter'", [repr(name) for name in EXAMINED.split(", ")]),
     (EXAMINE, '"bf16"', "precision=16", [repr(name) for name in EXAMINED.split(", ")]),
-    (EXAMINE, 'checks=["formats"]', "checks=['pear']", [f"['{name}']" for name in CHECKS.split(", ")]),
+    (EXAMINE, 'checks=["formats"]', "checks=['pear']", [f"['{name}']" for name in CHECKS]),
     (EXAMINE, "checks=", "time_budget_s=0, checks=", ["60"]),
     (EXAMINE, "checks=", "accumulate=0, checks=", ["1"]),
     (GATE, '("fp32", "bf16")', "arms='bf16'", ["('fp32', 'bf16')"]),

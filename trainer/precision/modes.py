@@ -115,7 +115,7 @@ class Precision:
                 f"needs an NVIDIA GPU of compute capability {capability} or later. "
                 "Use precision=fp32 or precision=bf16"
             )
-        if number in scaled.BY_TORCHAO and not _has_torchao():
+        if number.scaled and scaled.ARITHMETIC[number].by_torchao and not _has_torchao():
             raise UserError(
                 f"precision={self.mode} needs torchao 0.18 or later, which is not installed; "
                 'pip install "torchao>=0.18" (the extra torchao), or precision=bf16'

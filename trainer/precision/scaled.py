@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,6 @@ from trainer.precision import nvfp4
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """Of inputs (rows × in, bf16) and a weight (out × in): the outputs (rows × out, bf16), with gradients."""
-MULTIPLES = {FP8: 16, MXFP8: 32, NVFP4: nvfp4.BLOCK}
-"""What the sides of a product's factors are multiples of: blocks have no rest, and hardware requires it."""
-BY_TORCHAO = (FP8, MXFP8)
 
 
 def convert(model: nn.Module, blocks: list[nn.Module], islands: list[str], number: Number, product: Product) -> None:
@@ -39,7 +36,7 @@ def convert(model: nn.Module, blocks: list[nn.Module], islands: list[str], numbe
         model: in fp32.
         blocks: its repeated blocks; none: the whole model.
         islands: names of submodules that stay in fp32, with all they contain.
-        number: of ``MULTIPLES``.
+        number: of ``ARITHMETIC``.
         product: of the format.
 
     Raises:
@@ -50,7 +47,8 @@ def convert(model: nn.Module, blocks: list[nn.Module], islands: list[str], numbe
     layers = {name: each for name, each in model.named_modules() if id(each) in inside and _is_linear(each)}
     for layer in layers.values():
         layer.forward = partial(_forward, layer.forward, product, number)
-    odd = {name: size for name, layer in layers.items() for size in layer.weight.shape if size % MULTIPLES[number]}
+    multiple = ARITHMETIC[number].multiple
+    odd = {name: size for name, layer in layers.items() for size in layer.weight.shape if size % multiple}
     if odd:
         # Layers of all blocks, whose numbers stand between dots, have one pattern.
         patterns = ",".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in odd))
@@ -58,7 +56,7 @@ def convert(model: nn.Module, blocks: list[nn.Module], islands: list[str], numbe
         some = f"keep what does not divide in fp32 with precision.fp32_modules=[{patterns}], or "
         raise UserError(
             f"precision={number.name}: a side of {name}.weight is {size}, which must be a multiple of "
-            f"{MULTIPLES[number]}; {some * (len(odd) < len(layers))}use another width, or precision=bf16"
+            f"{multiple}; {some * (len(odd) < len(layers))}use another width, or precision=bf16"
         )
     if not layers:
         raise UserError(
@@ -75,28 +73,50 @@ def product_of(number: Number, scaling: str, native: bool) -> Product:
         scaling: of fp8: ``tensorwise`` or ``rowwise``.
         native: whether the hardware multiplies it; else rounded operands are multiplied in bf16 or fp32.
     """
-    if number is NVFP4:
-        return nvfp4.product
-    if number is MXFP8:
-        from torchao.prototype.moe_training.mxfp8_linear import (
-            KernelPreference,
-            ScaleCalculationMode,
-            _to_mxfp8_then_scaled_mm,
-        )
+    return ARITHMETIC[number].product(scaling, native)
 
-        kernel = KernelPreference.AUTO if native else KernelPreference.EMULATED
 
-        def mxfp8(x: Tensor, weight: Tensor) -> Tensor:
-            operands = x.contiguous(), weight.to(x.dtype).contiguous()
-            return _to_mxfp8_then_scaled_mm(*operands, kernel, ScaleCalculationMode.RCEIL)
-
-        return mxfp8
+def _fp8(scaling: str, native: bool) -> Product:
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 
     config = replace(Float8LinearConfig.from_recipe_name(scaling), emulate=not native)
     matmuls = Float8Linear(16, 16, bias=False, config=config, device="meta").linear_mm_config
     return lambda x, weight: matmul_with_hp_or_float8_args.apply(x, weight.t(), matmuls, config)
+
+
+def _mxfp8(scaling: str, native: bool) -> Product:
+    from torchao.prototype.moe_training.mxfp8_linear import (
+        KernelPreference,
+        ScaleCalculationMode,
+        _to_mxfp8_then_scaled_mm,
+    )
+
+    kernel = KernelPreference.AUTO if native else KernelPreference.EMULATED
+
+    def mxfp8(x: Tensor, weight: Tensor) -> Tensor:
+        operands = x.contiguous(), weight.to(x.dtype).contiguous()
+        return _to_mxfp8_then_scaled_mm(*operands, kernel, ScaleCalculationMode.RCEIL)
+
+    return mxfp8
+
+
+class Arithmetic(NamedTuple):
+    """How the layers of a format multiply."""
+
+    multiple: int
+    """What the sides of a product's factors are multiples of: blocks have no rest, and hardware requires it."""
+    product: Callable[[str, bool], Product]
+    """Takes ``scaling`` and ``native`` of ``product_of``."""
+    by_torchao: bool = False
+
+
+ARITHMETIC = {
+    FP8: Arithmetic(16, _fp8, by_torchao=True),
+    MXFP8: Arithmetic(32, _mxfp8, by_torchao=True),
+    NVFP4: Arithmetic(nvfp4.BLOCK, lambda scaling, native: nvfp4.product),
+}
+"""A row for each scaled number format."""
 
 
 def converted(model: nn.Module) -> list[str]:
@@ -117,7 +137,7 @@ def _forward(plain: Callable[[Tensor], Tensor], product: Product, number: Number
     weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()
     with torch.autocast(x.device.type, enabled=False):
         rows = x.to(number.dtype).reshape(-1, x.shape[-1])
-        count, multiple = len(rows), MULTIPLES[number]
+        count, multiple = len(rows), ARITHMETIC[number].multiple
         if torch.is_grad_enabled() and count % multiple:  # backward sums over rows, to which zeros add nothing
             rows = F.pad(rows, (0, 0, 0, -count % multiple))
         y = product(rows, weight)[:count].reshape(*x.shape[:-1], -1)

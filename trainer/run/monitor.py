@@ -104,6 +104,7 @@ class Monitor:
         self._counted = time.perf_counter()
         self._window = _Window(self._counted)
 
+    @torch.no_grad()  # a metric of the weights needs no graph
     def add(self, record: StepRecord) -> dict[str, float] | None:
         """Take a step's record; at a log step, return the metrics of the window that it ends.
 

@@ -6,7 +6,8 @@ device (no ``.item()``, no ``float(tensor)``): the monitor copies the tensors of
 
     "weight_norm": StepMetric("", lambda step, trainer: get_total_norm(trainer.model.parameters()), last),
 
-The metrics of an evaluation are the recipe's: ``metric_sums`` of its ``loss``.
+Weights are those after the step, and gradients are gone: what is of them is in the step's record, as ``grad_norm`` is,
+to which ``Update.step`` gives it. The metrics of an evaluation are the recipe's: ``metric_sums`` of its ``loss``.
 """
 
 from __future__ import annotations

@@ -756,11 +756,12 @@ def planted(
     loss: Callable[[Tensor, Batch], Tensor] = mean_square,
     optimizer: Optimizer = torch.optim.AdamW,
     besides: tuple[str, ...] = (),
+    cure: str = "",
     **options: Any,
 ) -> Fault:
     """A fault in a model of a batch's ``x``: the kind, the direction, the place and the first format."""
     kind, direction, place, format = expected
-    where = {"direction": direction, "format": format, "options": options, "besides": besides}
+    where = {"direction": direction, "format": format, "options": options, "besides": besides, "cure": cure}
     return Fault(kind, place, precision or format, model, rows_of(data), of_output(loss), optimizer, **where)
 
 

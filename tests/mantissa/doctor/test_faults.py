@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from mantissa.doctor import diagnosis
+from mantissa.doctor.checks import CHECKS
 from mantissa.doctor.diagnosis import FOUND
 from mantissa.doctor.finding import CRASH, DIFFERENCE, MEANINGS
 from tests.mantissa.doctor.faults import FAULTS
 from tests.mantissa.doctor.healthy import HEALTHY
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "doctor.md"
+PROJECT = Path(__file__).resolve().parents[3]
+DOCS, COMMAND = PROJECT / "docs" / "doctor.md", PROJECT / "scripts" / "doctor.py"
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -43,5 +45,15 @@ def test_nothing_is_found_in_a_healthy_step(name: str, precision: str) -> None:
 def test_every_kind_of_fault_is_planted_and_in_the_docs() -> None:
     elsewhere = {CRASH, DIFFERENCE}  # a check has to crash, and a compiler to err
     assert {fault.kind for fault in FAULTS.values()} | elsewhere == set(MEANINGS)
-    table = [line.split("|")[1] for line in DOCS.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
-    assert MEANINGS.keys() <= {name.strip() for row in table for name in row.split(",")}
+    assert [name for name in MEANINGS if name not in first_column()] == [], f"add to the table of faults: {DOCS}"
+
+
+def test_every_check_is_in_the_docs_and_in_help() -> None:
+    assert [name for name in CHECKS if f"`{name}`" not in first_column()] == [], f"add to the table of checks: {DOCS}"
+    assert f"  check=all         or some of {','.join(CHECKS)}\n" in COMMAND.read_text(encoding="utf-8")
+
+
+def first_column() -> set[str]:
+    """What the tables of the page are about."""
+    rows = [line.split("|")[1] for line in DOCS.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    return {name.strip() for row in rows for name in row.split(",")}

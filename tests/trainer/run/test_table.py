@@ -35,6 +35,7 @@ def lines(out: io.StringIO) -> list[str]:
     return re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", out.getvalue()).splitlines()
 
 
+@pytest.mark.usefixtures("five_metrics")
 def test_a_row_of_each_evaluation_has_the_last_line_of_the_log() -> None:
     table, out = begun()
     table.progress(1, TIMED | {"loss": 5.0})
@@ -49,6 +50,7 @@ def test_a_row_of_each_evaluation_has_the_last_line_of_the_log() -> None:
     ]
 
 
+@pytest.mark.usefixtures("five_metrics")
 def test_a_metric_of_the_steps_with_a_column_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     column = Column("peak", "{:.1f}".format)
     monkeypatch.setitem(STEP_METRICS, "peak", StepMetric("", lambda step, _: step.grad_norm, max, column))
