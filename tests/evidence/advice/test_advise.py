@@ -27,7 +27,7 @@ HERE = detect("cpu")
 
 
 def space_of(overrides: list[str], hardware: Hardware = HERE) -> Space:
-    datasets = compose(overrides).plan(HERE).config.open_datasets()
+    datasets = plan_of(compose(overrides), HERE).config.open_datasets()
     return candidates.space_of(overrides, hardware, datasets)[0]
 
 
