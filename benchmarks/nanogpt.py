@@ -204,7 +204,8 @@ def _steps(bench: Bench, job: Job, shape: PlainShape, bf16: bool, compiled: bool
     def block(name: str) -> float:
         kernels.clear()  # the kernels of 16-bit operands are the process's, and the others have torch's own
         if name == DEFAULT:
-            trainer.config.precision.apply(trainer.kernels)
+            trainer.config.precision.apply()
+            trainer.config.use_kernels(trainer.hardware, trainer.convolves)
         return stopwatch(loops[name], hardware.device)(job.steps)
 
     return interleave({name: partial(block, name) for name in loops}, bench.repeats * BLOCKS)

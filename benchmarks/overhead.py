@@ -25,6 +25,7 @@ from trainer.data.contract import Batch
 from trainer.errors import RunError
 from trainer.hardware import Hardware, synchronise, threads
 from trainer.run.run import Run
+from trainer.run.scores import Scores
 from trainer.run.signals import Signals
 from trainer.run_folder import RunFolder
 from trainer.terminal import Terminal
@@ -108,7 +109,7 @@ def alternate(
     run_folder = RunFolder.create(config.output_dir, trainer.config.name)
     terminal = Terminal(Console(file=io.StringIO()))
     terminal.show_logs()
-    run = MeasuredRun(trainer, run_folder, terminal, Signals())
+    run = MeasuredRun(trainer, Scores(trainer.config), run_folder, terminal, Signals())
     run.begin([])
     with threads(job.threads):
         seconds = run.measure(job.steps, blocks, clock)

@@ -103,7 +103,8 @@ def _training_block(bench: Bench, job: Job, precision: str) -> Callable[[], floa
 
     def block() -> float:
         kernels.clear()  # those of the block before
-        trainer.config.precision.apply(trainer.kernels)  # sets flags of the whole process
+        trainer.config.precision.apply()  # sets flags of the whole process
+        trainer.config.use_kernels(trainer.hardware, trainer.convolves)
         return timed(job.steps)
 
     return block

@@ -105,9 +105,8 @@ def measure(exported: Exported, run: RunConfig, split: str, at_least: int = 1) -
     Raises:
         UserError: the data does not suit the model, the files cannot be read, or there are too few samples.
     """
-    datasets = open_data(run, exported, split)
+    run, datasets = run.with_data(open_data(run, exported, split))
     part = part_of(datasets, split, run.config.data)
-    run = run.with_data(datasets)
     config, device, recipe = run.config, run.hardware.device, run.config.recipe
     samples = min(len(part), run.eval_samples or len(part))
     if samples < at_least:

@@ -12,7 +12,7 @@ from inference.load import Exported
 from inference.options import GROUPS, KEYS
 from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
-from trainer.config.settle import MICRO, plan_of, settle
+from trainer.config.settle import MICRO, Plan, plan_of, settle
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.hardware import Hardware, detect
@@ -30,22 +30,27 @@ _OF_TRAINING = {
 class RunConfig:
     """What using a model needs beside its weights and the data."""
 
-    config: Config
-    """The config without ``auto``, but for what the data decides."""
+    plan: Plan[Config]
     hardware: Hardware
     own_data: bool
     """Whether it is the data that the run was trained on."""
     eval_samples: int | None
     """Samples to evaluate; None: all of them."""
 
+    @property
+    def config(self) -> Config:
+        """The config without ``auto``, but for what the data decides."""
+        return self.plan.config
+
     def not_timed(self, model: nn.Module) -> str | None:
         """Return why the model's speed is not that of its format, see ``not_timed_here``."""
         precision = self.config.precision
         return not_timed_here(precision.mode, self.hardware, precision.kernels, convolves(model))
 
-    def with_data(self, datasets: Datasets) -> RunConfig:
-        """Return the config with what the open data decides."""
-        return replace(self, config=settle(self.config, self.hardware, datasets=datasets).config)
+    def with_data(self, datasets: Datasets) -> tuple[RunConfig, Datasets]:
+        """Return the config with what the open data decides, and the data as it is to be fetched."""
+        settled = settle(replace(self.plan, datasets=datasets), self.hardware)
+        return replace(self, plan=settled), settled.datasets
 
     def in_precision(self, model: nn.Module) -> nn.Module:
         """Return the model on its device, converted as in training, and set torch up for it in this process.
@@ -100,7 +105,7 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
     config = compose([*overrides, *own], recorded, exported.own)
     hardware = detect(config.device)
     samples = config.eval_samples if isinstance(config.eval_samples, int) else None
-    return RunConfig(plan_of(config, hardware).config, hardware, exported.run is not None and not other_data, samples)
+    return RunConfig(plan_of(config, hardware), hardware, exported.run is not None and not other_data, samples)
 
 
 def _of_run(exported: Exported, other_data: bool, with_data: bool, split: str) -> dict[str, Any]:

@@ -120,8 +120,9 @@ class Augment:
         """Return the choice without ``auto``, and what was chosen."""
         return self, []
 
-    def attach(self, datasets: Any) -> None:
-        """Let open data be augmented in this way as it is fetched."""
+    def applied(self, datasets: Any) -> Any:
+        """Return open data that is augmented in this way as it is fetched."""
+        return datasets
 
 
 @dataclass

@@ -75,6 +75,17 @@ class RunFolder:
             raise UserError(f"{key}={given}: {why}; give {which} folder, such as {_example(path.parent, output_dir)}")
         return cls(path)
 
+    def options(self) -> dict[str, Any]:
+        """Return ``config`` as the options of a run in the same place.
+
+        Without ``tracking.uri``, which tracking.json has as a whole.
+
+        Raises:
+            UserError: config.json cannot be read.
+        """
+        kept = {key: value for key, value in self.config().items() if key not in ("resume", "tracking.uri")}
+        return kept | {"output_dir": str(self.path.absolute().parent)}
+
     def summary(self) -> dict[str, Any]:
         """Return the content of summary.json; empty if it cannot be read."""
         return read_object(self.path / SUMMARY_FILE)
@@ -134,6 +145,13 @@ class RunFolder:
         """The version that wrote the record, in words."""
         number = run_facts(self.path, "written_by").get("mantissa")
         return f"version {number}" if number else "an earlier version"
+
+    def of_another_version(self, why: str) -> UserError:
+        """Return why it cannot be resumed by this version, and what to do."""
+        return UserError(
+            f"cannot resume {self.path}: it was written by {self.version}, whose options are not those of this "
+            f"version, {mantissa.__version__} ({why}); start a new run from its weights with init_from={self.path}"
+        )
 
     def is_gone(self, key: str, recorded: Any) -> bool:
         """Return whether an option is the path of data that are no longer where they were when the run was started."""

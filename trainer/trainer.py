@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mantissa.step.ledger import MemoryLedger
 from mantissa.tensors import random_state, set_random_state
-from trainer.config.settle import Settled, settle
+from trainer.config.settle import Settled, plan_of, settle
 from trainer.config.step import Config
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.data.evaluation import Evaluation, Progress
@@ -68,7 +68,7 @@ class Trainer(Generic[Config]):
     """The model in training: everything that a step changes, and nothing about where it is reported.
 
     Args:
-        plan: what the config became, see ``settle``.
+        settled: what the config became, see ``settle``.
         hardware: where it runs.
         world: the processes that train together.
 
@@ -78,19 +78,18 @@ class Trainer(Generic[Config]):
 
     update_class: ClassVar[type[Update]] = Update
 
-    def __init__(self, plan: Settled[Config], hardware: Hardware, world: World) -> None:
-        self.world = world
-        self.plan, config = plan, plan.config
-        self.hardware = hardware
-        self.device = hardware.device
-        select(self.device)
-        config.set_up()
-        self.datasets = plan.datasets
+    def __init__(self, settled: Settled[Config], hardware: Hardware, world: World) -> None:
+        config = settled.config
+        self.plan, self.config, self.recipe = settled, config, config.recipe
+        self.datasets = settled.datasets
         """What it trains on and is evaluated on."""
-        self.config, self.recipe = config, config.recipe
+        self.order = DataOrder(len(self.datasets.train), config.seed)
+        self.hardware, self.device, self.world = hardware, hardware.device, world
         self.decisions: list[Decision] = []
         """What became of the weights that it starts from."""
-        self.order = DataOrder(len(self.datasets.train), config.seed)
+        # Torch is set up in this process, and the model is built with its first weights.
+        select(self.device)
+        config.set_up()
         seed_everything(config.seed)
         self.model = self.first_model()
         self.convolves = convolves(self.model)
@@ -143,7 +142,7 @@ class Trainer(Generic[Config]):
             UserError: the config, the data or the hardware cannot do this.
         """
         hardware, world = hardware or detect(config.device), world or World()
-        return cls(settle(config, hardware, world), hardware, world)
+        return cls(settle(plan_of(config, hardware, world), hardware, world), hardware, world)
 
     def first_model(self) -> nn.Module:
         """Return the recipe's model with its first weights, on the device. The memory forecast overrides this."""

@@ -15,7 +15,6 @@ from mantissa.doctor.examine import take
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.compose import compose, key_of
-from trainer.config.resume import options_of
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.run.provenance import git_facts, versions
@@ -50,7 +49,7 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> tuple[TakenStep,
                 f"resume={resume}"
             )
     folder = RunFolder.open("resume", resume, "outputs")
-    config = compose([*overrides, "parallel=single"], options_of(folder))  # its ranks one after another
+    config = compose([*overrides, "parallel=single"], folder.options())  # its ranks one after another
     summary = folder.summary()
     failure = summary.get("failure") or {}
     trainer = Trainer.from_config(config)

@@ -8,7 +8,7 @@ from evidence.runs import merge_overrides
 from mantissa.display import size
 from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
-from trainer.config.settle import settle
+from trainer.config.settle import plan_of, settle
 from trainer.data.contract import Datasets
 from trainer.hardware import Hardware
 from trainer.parallel.world import World
@@ -29,7 +29,7 @@ def fitting(
     Raises:
         OutOfMemory: not even the smallest microbatch is forecast to fit.
     """
-    settled = settle(config, hardware, datasets=datasets)
+    settled = settle(plan_of(config, hardware, datasets=datasets), hardware)
     smaller = fit(settled, hardware, World(), config.micro_batch_size == "auto")
     if smaller is None:
         return list(overrides), []
@@ -42,7 +42,7 @@ def too_large(overrides: Sequence[str], hardware: Hardware, datasets: Datasets, 
     """Return why a setting is not forecast to fit into the memory; empty: it fits, or cannot be forecast."""
     try:
         config = compose(overrides)
-        settled = settle(config, hardware, datasets=datasets)
+        settled = settle(plan_of(config, hardware, datasets=datasets), hardware)
         size_now = settled.batching.micro_batch_size
         rough = rough_bytes(settled.config.recipe, datasets, size_now)
         if rough is None or rough < usable_bytes / 2:

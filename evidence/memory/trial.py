@@ -12,7 +12,7 @@ from evidence.isolated import ProcessError, answer, measure_isolated
 from mantissa.step.memory import held_bytes
 from mantissa.tensors import tensors
 from trainer.config.schema import Config
-from trainer.config.settle import settle
+from trainer.config.settle import plan_of, settle
 from trainer.errors import OutOfMemory, RunError
 from trainer.hardware import Hardware, detect, peak_memory_bytes, reset_peak_memory
 from trainer.parallel.world import World
@@ -49,7 +49,7 @@ def measure(config: Config, limit_bytes: int) -> bool:
     """Take the two steps in this process, and return whether they fit; the arguments are those of ``fits``."""
     hardware = detect(config.device)
     # Libraries, data and threads come first: they do not depend on the batch.
-    settled = settle(config, hardware)
+    settled = settle(plan_of(config, hardware), hardware)
     meta_model(settled.config.recipe, settled.datasets)
     torch.ones(_WARM_UP).exp_().sum()
     enforced = _limit(hardware, limit_bytes)

@@ -19,7 +19,7 @@ from recipes.data.images.source import ImageDatasets, ImageSource
 from tests.helpers import CPU, compose, context
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
-from trainer.config.settle import settle
+from trainer.config.settle import plan_of, settle
 from trainer.data.contract import SampleId
 from trainer.recipe import Context, Decision
 
@@ -34,8 +34,7 @@ def cut(image: Image.Image, size: int, augment: ImageAugment, seed: int | None) 
 
 def opened(source: ImageSource, augment: ImageAugment, size: int | None = None) -> ImageDatasets:
     datasets = source.images(size)
-    augment.resolve(context(source, datasets=datasets))[0].attach(datasets)
-    return datasets
+    return augment.resolve(context(source, datasets=datasets))[0].applied(datasets)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +168,7 @@ def test_odd_shapes_can_be_cut() -> None:
 
 def test_the_choice_reaches_the_data_and_is_recorded_as_what_auto_became() -> None:
     def settled(*overrides: str) -> tuple[Any, Config, list[Decision]]:
-        found = settle(compose(*overrides), CPU)
+        found = settle(plan_of(compose(*overrides), CPU), CPU)
         return found.datasets, found.config, [choice for choice in found.decisions if choice.key == "augment"]
 
     datasets, config, decisions = settled("recipe=resnet", "augment=light", "augment.shift=0.25")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers import CPU, PROJECT, compose
-from trainer.config.settle import settle
+from trainer.config.settle import plan_of, settle
 from trainer.errors import UserError
 
 ROWS = {
@@ -87,6 +87,6 @@ ROWS = {
 def test_what_cannot_work_is_named(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PROJECT)
     with pytest.raises(UserError) as refused:
-        settle(compose(*f"recipe={command}".split()), CPU)
+        settle(plan_of(compose(*f"recipe={command}".split()), CPU), CPU)
     assert command.split()[-1].partition("=")[0] in str(refused.value)
     assert ROWS[command] in str(refused.value)

@@ -1,4 +1,4 @@
-"""From a composed config to live objects, with the options of the weights that it starts from."""
+"""From what Hydra composed to a ``Config``, with the options of the weights that it starts from."""
 
 from __future__ import annotations
 
@@ -21,30 +21,33 @@ def build(
     recorded: Mapping[str, Any] = {},
     recipe: Recipe | None = None,
 ) -> Config:
-    """Turn what Hydra composed into live, typed objects.
+    """Return what Hydra composed as typed objects.
 
     Args:
-        composed: of the root's schema.
+        composed: of the root's schema; changed in place.
         overrides: the command line; an earlier run gives its options (``init_from``) where that does not.
-        recorded: what the command line was composed on, by dotted key: it stays, like what is typed.
+        recorded: what the command line was composed on, see ``Composition``: it stays, like what is typed.
         recipe: takes the place of the composed one; None: that one.
 
     Raises:
         UserError: a key that no component has (``+typo=1``), a required one that is missing, a bad value.
     """
+    # Keys, and what stands for something else: a relative folder, an address of MLflow.
     check(composed)
     if composed.recipe_path is not None:
         composed.recipe_path = str(Path(composed.recipe_path).expanduser().absolute())
     typed = by_key(overrides)
-    composed.resume = recorded.get("resume", composed.resume)  # the folder that an address of MLflow stands for
+    composed.resume = recorded.get("resume", composed.resume)
     if "recipe.pretrained" in typed:
         raise UserError(f"recipe.pretrained: write init_from={typed['recipe.pretrained']}")
+    # The weights that it starts from, and the options that they depend on.
     given = frozenset({*typed, *recorded})
     source, options = adopt(composed, given, name_of_composed(composed))
     for key, value in options.items():
         OmegaConf.update(composed, key, value)
+    # Each group becomes an object of its class, which checks its own options; ``Config`` checks them together.
     components: dict[str, Any] = {
         str(key): OmegaConf.to_object(node) if OmegaConf.is_config(node) else node for key, node in composed.items()
     }
     components |= {"recipe": recipe} if recipe is not None else {}
-    return Config(**components, source=source, typed=given, recorded=recorded)
+    return Config(**components, source=source, typed=given)

@@ -1,24 +1,126 @@
-"""From ``key=value`` overrides to a config, for commands that need one, or several, without being Hydra's own."""
+"""From ``key=value`` overrides to a config: what Hydra composes, and on what.
+
+``prepare`` serves all commands: train.py lets Hydra go on from there, and ``compose`` is for those that need a config,
+or several, without being Hydra's own.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from trainer.config.command_line import read
+from trainer.config import external_recipes
+from trainer.config.command_line import CommandLine, read
 from trainer.config.explain import explained
 from trainer.config.registration import CONF as CONF
+from trainer.config.registration import groups, register, root
 from trainer.config.registration import key_of as key_of
+from trainer.errors import UserError
+from trainer.files import NO_FOLDER
+from trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:  # it takes torch, for which mistakes in the command line do not wait
     from trainer.config.schema import Config
     from trainer.recipe import Recipe
+
+_RECORDED = "recorded"
+"""The name of the config that has a run's options in the place of the defaults."""
+
+
+class Composition(NamedTuple):
+    """What Hydra composes, and on what."""
+
+    name: str
+    """The name of the config: conf/config.yaml, or one that has the options of a run."""
+    recorded: Mapping[str, Any]
+    """These options, by dotted key; empty: it is conf/config.yaml."""
+    arguments: list[str]
+    """The command line, for Hydra."""
+
+
+def prepare(line: CommandLine, recorded: Mapping[str, Any] | None = None) -> Composition:
+    """Register what a command line is composed on; every process of a job does so before they know each other.
+
+    Args:
+        line: the command line; with ``resume=FOLDER`` it is composed on what that run has recorded.
+        recorded: options to compose on in the place of the defaults, by dotted key; those of a group all together. A
+            choice on the command line, such as ``loader=plain``, takes the place of its group's.
+
+    Raises:
+        UserError: ``resume`` names no run to continue, or the options are not those of this version.
+    """
+    if not line.is_multirun:
+        line.check_single("add -m to run one after the other")
+    # The record of the run that resume names.
+    folder = _resumed(line)
+    if folder is not None:
+        recorded = folder.options() | {"resume": str(folder.path)}
+        if line.value("epochs") is not None:  # in the place of the steps that epochs became
+            del recorded["steps"]
+    # The classes of the options, those of the user's own recipes among them.
+    if recorded is not None:
+        external_recipes.use_folder(line.value("recipe_path", recorded.get("recipe_path")))
+    register()
+    if recorded is not None:
+        try:
+            _register(recorded)
+        except UserError as error:
+            if folder is None:
+                raise
+            raise folder.of_another_version(str(error)) from error
+    # The folders of the user's own choices.
+    arguments = list(line.arguments)
+    if searched := external_recipes.config_folders():
+        arguments.append(f"hydra.searchpath={[f'file://{path}' for path in searched]}")
+    return Composition("config", {}, arguments) if recorded is None else Composition(_RECORDED, recorded, arguments)
+
+
+def _resumed(line: CommandLine) -> RunFolder | None:
+    """Return the run whose folder or address ``resume`` is; None: it is no folder, and the run is found by its name."""
+    if (resume := line.value("resume")) == "true":
+        raise UserError("resume=true: write resume=auto, which continues the newest run of this name, or a run folder")
+    if resume in NO_FOLDER:
+        return None
+    output_dir = str(line.value("output_dir", "outputs"))
+    folder = RunFolder.open("resume", str(resume), output_dir, line.value("tracking.uri"))
+    if line.is_multirun:
+        raise UserError(f"resume={folder.path} continues one run, but -m starts several; remove -m")
+    return folder
+
+
+def _register(recorded: Mapping[str, Any]) -> None:
+    """Register options as choices of their groups, and a config with these choices."""
+    config, chosen = OmegaConf.structured(root()), set()
+    # A group's options all together, as the choice that the run had.
+    for group, choices in groups().items():
+        if any(key.partition(".")[0] == group for key in recorded):
+            kind = str(recorded.get(group)) if len(choices) > 1 else next(iter(choices))
+            if kind not in choices:
+                raise UserError(f"config.json: there is no {group}={kind:.60}")
+            config[group] = choices[kind]
+            chosen.add(group)
+    with explained("config.json: "):
+        for key, value in recorded.items():
+            if key not in chosen:
+                literal = value.replace("${", "\\${") if isinstance(value, str) else value
+                OmegaConf.update(config, key, literal, merge=False)
+    store, choice = ConfigStore.instance(), f"{_RECORDED}_schema"
+    for group in chosen:
+        store.store(choice, config[group], group)
+    # conf/config.yaml, with these choices and the options of no group in the place of its own.
+    main = OmegaConf.load(CONF / "config.yaml")
+    for entry in main.defaults:
+        if OmegaConf.is_dict(entry) and chosen & set(entry):
+            entry.update(dict.fromkeys(entry, choice))
+    others = {key.partition(".")[0] for key in recorded} - chosen
+    store.store(_RECORDED, OmegaConf.merge(main, OmegaConf.masked_copy(config, list(others))))
 
 
 def compose(
@@ -36,11 +138,12 @@ def compose(
     """
     with _hydra():
         from trainer.config.build import build
-        from trainer.config.resume import base
 
         check_single(overrides, "set one of them")
-        name, kept, overrides = base(read(overrides), recorded)
-        return build(hydra.compose(name, overrides), overrides, kept, recipe)
+        composition = prepare(read(overrides), recorded)
+        return build(
+            hydra.compose(composition.name, composition.arguments), composition.arguments, composition.recorded, recipe
+        )
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:
@@ -50,10 +153,8 @@ def composed(overrides: Sequence[str]) -> DictConfig:
         UserError: one of them is a mistake.
     """
     with _hydra():
-        from trainer.config.resume import base
-
-        name, _, overrides = base(read(overrides))
-        return hydra.compose(name, overrides)
+        composition = prepare(read(overrides))
+        return hydra.compose(composition.name, composition.arguments)
 
 
 @contextmanager

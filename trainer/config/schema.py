@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.init_from import InitFrom
@@ -78,8 +76,7 @@ class Config(RunConfig, StepConfig):
     """All options of a run, in one level as on the command line."""
 
     source: InitFrom | None = field(default=None, metadata=NO_OPTION)
-    recorded: Mapping[str, Any] = field(default_factory=dict, metadata=NO_OPTION)
-    """What it was composed on: the options of the run that ``resume=FOLDER`` continues, by dotted key."""
+    """The weights that ``init_from`` names, with their options; None: the first weights are the recipe's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

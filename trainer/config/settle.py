@@ -1,8 +1,13 @@
-"""From a composed config to one without ``auto``: what the hardware, an earlier run, the data and the memory decide.
+"""From a composed config to one without ``auto``, in two stages; nothing changes a config later.
 
-Nothing changes a config later. Two things are outside: the device is chosen before the processes know each other, and
-the kernels of 16-bit operands once the model is built. What is recorded as ``auto`` is a rule rather than a value: the
-warm-up is a twentieth of the steps, for example, and a longer run has a longer one.
+1. ``plan_of``: what the hardware and an earlier run decide. It opens the data only where epochs are to be counted, so
+   commands call it to find mistakes before they begin any work.
+2. ``settle``: what the open data and the memory decide.
+
+In each of them a group gives its own ``auto`` a value by its method ``resolve``. Two things are outside: the device is
+chosen before the processes know each other, and the kernels of 16-bit operands once the model is built. What is
+recorded as ``auto`` is a rule rather than a value: the warm-up is a twentieth of the steps, for example, and a longer
+run has a longer one.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 from mantissa.step.memory import available_bytes
-from trainer.config.step import EPOCH, Config, Plan, StepConfig
+from trainer.config.step import EPOCH, Config, StepConfig
 from trainer.data.contract import Datasets
 from trainer.data.loader import Batching
 from trainer.errors import UserError, check_number, on_every_rank
@@ -31,46 +36,50 @@ MICRO = "micro_batch_size"
 
 
 @dataclass(frozen=True)
+class Plan(Generic[Config]):
+    """What a config becomes before its data is open, see ``plan_of``."""
+
+    config: Config
+    """The config with values in the place of ``auto``; what open data decides is still ``auto``."""
+    batching: Batching
+    eval_every: Fraction
+    """Optimizer steps between two evaluations; an epoch need not be a whole number of them."""
+    save_every: int | None
+    """Optimizer steps between two checkpoints where epochs may be long; None: one at every evaluation is enough."""
+    decisions: tuple[Decision, ...]
+    """What was chosen, to be shown."""
+    recorded: Mapping[str, Any]
+    """The options of the run that is continued, by dotted key; empty: a new run."""
+    datasets: Datasets | None
+    """The data, where it is open already: it had to be, to count the steps of an epoch."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return int(self.config.steps)
+
+    @property
+    def eval_samples(self) -> int:
+        """Validation samples of an evaluation, at most."""
+        return int(self.config.eval_samples)
+
+    def evaluates(self, step: int) -> bool:
+        """Return whether the validation data is evaluated after this step: the last, or one that ends an interval."""
+        steps, of = self.eval_every.as_integer_ratio()
+        return step == self.steps or step * of // steps > (step - 1) * of // steps
+
+    @property
+    def evaluations(self) -> int:
+        """How many steps of the run ``evaluates`` names; an interval below one step ends in each."""
+        return min(self.steps, (self.steps - 1) // self.eval_every + 1)
+
+
+@dataclass(frozen=True)
 class Settled(Plan[Config], Generic[Config]):
-    """All that a run has decided before its model is built."""
+    """What a config becomes, as the run records it: no option is ``auto`` any more but for rules, see ``settle``."""
 
     datasets: Datasets
     """What it trains on and is evaluated on."""
-
-
-def settle(
-    config: Config,
-    hardware: Hardware,
-    world: World | None = None,
-    recorded: Mapping[str, Any] = {},
-    fitted: Decision | None = None,
-    datasets: Datasets | None = None,
-) -> Settled[Config]:
-    """Open the data, and return what the config becomes; every rank calls it. The arguments are those of ``plan_of``.
-
-    Raises:
-        UserError: see ``plan_of``; or the data cannot be had, or does not suit the options.
-    """
-    world = world or World()
-    planned = plan_of(config, hardware, world, recorded, fitted, datasets)
-    config = planned.config
-    datasets = planned.datasets or world.main_first(config.open_datasets)
-    free = free_bytes(hardware, world) if hardware.is_gpu else 0
-    size = planned.batching.micro_batch_size
-    context = Context(hardware, world, config.data, recorded, datasets, size, free)
-    with on_every_rank():
-        recipe, of_recipe = config.recipe.resolve(context)
-        augment, of_augment = config.augment.resolve(context)
-        loader, of_loader = config.loader.resolve(context)
-    augment.attach(datasets)
-    return Settled(
-        config=replace(config, recipe=recipe, augment=augment, loader=loader),
-        batching=planned.batching,
-        eval_every=planned.eval_every,
-        save_every=planned.save_every,
-        decisions=(*planned.decisions, *of_recipe, *of_augment, *of_loader),
-        datasets=datasets,
-    )
 
 
 def plan_of(
@@ -151,7 +160,41 @@ def plan_of(
             *(*of_weights, *of_recipe, *of_augment),
             *(*of_steps, *of_batch, *of_microbatch, *of_every, *of_samples),
         ),
+        recorded=recorded,
         datasets=datasets,
+    )
+
+
+def settle(plan: Plan[Config], hardware: Hardware, world: World | None = None) -> Settled[Config]:
+    """Open the data of a plan, and return what its config becomes; every rank calls it.
+
+    Args:
+        plan: of this hardware and these processes.
+        hardware: where it runs.
+        world: the processes that train together; None: this one alone.
+
+    Raises:
+        UserError: the data cannot be had, or does not suit the options.
+    """
+    world, config = world or World(), plan.config
+    # The data, and on a GPU the memory that it leaves.
+    datasets = plan.datasets or world.main_first(config.open_datasets)
+    free = free_bytes(hardware, world) if hardware.is_gpu else 0
+    # What they decide: options of the model and of its loss, the augmentation, the loading processes.
+    size = plan.batching.micro_batch_size
+    context = Context(hardware, world, config.data, plan.recorded, datasets, size, free)
+    with on_every_rank():
+        recipe, of_recipe = config.recipe.resolve(context)
+        augment, of_augment = config.augment.resolve(context)
+        loader, of_loader = config.loader.resolve(context)
+    return Settled(
+        config=replace(config, recipe=recipe, augment=augment, loader=loader),
+        batching=plan.batching,
+        eval_every=plan.eval_every,
+        save_every=plan.save_every,
+        decisions=(*plan.decisions, *of_recipe, *of_augment, *of_loader),
+        recorded=plan.recorded,
+        datasets=augment.applied(datasets),
     )
 
 
@@ -176,6 +219,7 @@ def _from_weights(config: Config, recorded: Mapping[str, Any]) -> tuple[Config, 
     A run that is continued has these options in its record, and the weights in its checkpoint.
     """
     decisions: list[Decision] = []
+    # Their options, which a new run has since it was composed (``adopt``).
     if recorded and config.init_from is not None:
         config = _with_options_of(config, recorded)
     elif config.source is not None:
@@ -183,6 +227,7 @@ def _from_weights(config: Config, recorded: Mapping[str, Any]) -> tuple[Config, 
         decisions += [Decision(key, value, about) for key, value in config.source.taken.items()]
     if recorded:
         config = replace(config, source=None)
+    # A lower rate for what is trained already, unless the user has set one.
     recipe: Any = config.recipe
     rank = recipe.lora.rank if hasattr(recipe, "lora") else 0
     if rank and config.init_from is None:

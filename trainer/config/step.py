@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from fractions import Fraction
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from trainer.data.contract import Datasets
-from trainer.data.loader import Batching, Loader
+from trainer.data.loader import Loader
 from trainer.debug import Debug
 from trainer.errors import UserError, check_number, check_range
 from trainer.hardware import Hardware, set_determinism
@@ -22,7 +21,7 @@ from trainer.parallel.wrap import Parallel
 from trainer.precision import kernels
 from trainer.precision.modes import Precision, allow_cudnn_attention
 from trainer.precision.scaler import Scaler
-from trainer.recipe import NO_OPTION, Augment, DataSource, Decision, Recipe
+from trainer.recipe import NO_OPTION, Augment, DataSource, Recipe
 
 _AUTO_FIELDS = ("steps", "batch_size", "micro_batch_size", "eval_every", "eval_samples")
 EPOCH = "epoch"
@@ -31,7 +30,7 @@ EPOCH = "epoch"
 
 @dataclass
 class StepConfig:
-    """All options of a ``Trainer``. It does not change: ``settle`` returns what it becomes."""
+    """All options of a ``Trainer``. It does not change: what it becomes is a ``Plan``, and then ``Settled``."""
 
     recipe: Recipe
     """What is trained: model, loss and metrics."""
@@ -142,40 +141,3 @@ class StepConfig:
 
 
 Config = TypeVar("Config", bound=StepConfig)
-
-
-@dataclass(frozen=True)
-class Plan(Generic[Config]):
-    """What a config becomes on some hardware, see ``trainer.config.settle.plan_of``."""
-
-    config: Config
-    """The same with values in the place of ``auto``, as it is recorded; what open data decides is still ``auto``."""
-    batching: Batching
-    eval_every: Fraction
-    """Optimizer steps between two evaluations; an epoch need not be a whole number of them."""
-    save_every: int | None
-    """Optimizer steps between two checkpoints where epochs may be long; None: one at every evaluation is enough."""
-    decisions: tuple[Decision, ...]
-    """What was chosen, to be shown."""
-    datasets: Datasets | None
-    """The data, where it had to be opened to count the steps of an epoch."""
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        return int(self.config.steps)
-
-    @property
-    def eval_samples(self) -> int:
-        """Validation samples of an evaluation, at most."""
-        return int(self.config.eval_samples)
-
-    def evaluates(self, step: int) -> bool:
-        """Return whether the validation data is evaluated after this step: the last, or one that ends an interval."""
-        steps, of = self.eval_every.as_integer_ratio()
-        return step == self.steps or step * of // steps > (step - 1) * of // steps
-
-    @property
-    def evaluations(self) -> int:
-        """How many steps of the run ``evaluates`` names; an interval below one step ends in each."""
-        return min(self.steps, (self.steps - 1) // self.eval_every + 1)

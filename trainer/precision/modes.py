@@ -23,7 +23,6 @@ from mantissa.step.islands import cast_inputs, keep_fp32, with_fp32_statistics
 from trainer.errors import UserError, check_choice, nearest
 from trainer.hardware import NATIVE, UNAVAILABLE, Hardware, detect
 from trainer.precision import kernels, scaled
-from trainer.precision.kernels import OWN
 from trainer.precision.names import matching
 
 # CUDA's libraries and oneDNN read these before torch's flags, and torch's flags do not show their effect.
@@ -128,13 +127,11 @@ class Precision:
                     f"unset it for precision={self.mode} (unset {variable})"
                 )
 
-    def apply(self, chosen: str = OWN) -> None:
-        """Set every backend's fp32 mode for this process, and the kernels of 16-bit operands (see ``kernels.choose``).
+    def apply(self) -> None:
+        """Set every backend's fp32 mode for this process.
 
         One flag is not enough: ``torch.set_float32_matmul_precision("highest")`` leaves cuDNN in TF32.
         """
-        if self.half is not None:
-            kernels.use(self.half, chosen)
         tf32 = self.format.number is TF32
         fp32 = "tf32" if tf32 else "ieee"
         with warnings.catch_warnings():

@@ -41,9 +41,11 @@ def main(run_class: type[Run] | None = None) -> int:
     train_one = partial(_train_one, run_class)
     try:
         check_launch()
+        # Read the command line, and let Hydra compose each of its runs, which ``_train_one`` trains.
         codes = _sweep(Sweep(read(sys.argv[1:])), train_one)
     except UserError as error:
         return _report(error)
+    # Leave the other processes.
     if _in_a_group() and not any(codes):  # after a failure the other ranks may have exited
         sys.modules["torch.distributed"].destroy_process_group()
     return max(codes, default=0)

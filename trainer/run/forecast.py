@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.step.ledger import Ledger
 from trainer.config.schema import Config
-from trainer.config.settle import Settled, alone, settle
+from trainer.config.settle import Settled, alone, plan_of, settle
 from trainer.data.contract import Batch, Datasets
 from trainer.data.loader import OnDeviceLoader
 from trainer.errors import RunError, UserError
@@ -42,7 +42,8 @@ def forecast(config: Config) -> Ledger:
         raise UserError(
             f"parallel={config.parallel.kind}: memory is forecast and measured for one process only; remove it"
         )
-    settled = settle(config, detect(config.device))
+    hardware = detect(config.device)
+    settled = settle(plan_of(config, hardware), hardware)
     return ledger_of(alone(settled, settled.batching.micro_batch_size))
 
 

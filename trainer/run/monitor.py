@@ -222,16 +222,19 @@ class Monitor:
 
     def _line(self) -> dict[str, float]:
         """Return the metrics of the window that ends now, and begin the next one."""
+        # The time: of the window, and where it counts, of the run's throughput.
         window, now = self._window, time.perf_counter()
         window.seconds = now - window.began
         self._window = _Window(now)
         if not window.disturbed:
             self._measured.append(window)
+        # The values of every step become one number: the mean, the last, or what the whole run has added up.
         metrics = {
             name: self._totals[name] if metric.of_run else metric.combine(self._interval[name])
             for name, metric in STEP_METRICS.items()
         }
         self._interval = {name: [] for name in STEP_METRICS}
+        # What the window took: throughput, time, memory.
         device = self.trainer.device
         if now > self._memory_read + _MEMORY_READ_S:
             self._memory, self._memory_read = peak_memory_bytes(device), now

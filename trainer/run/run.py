@@ -16,7 +16,7 @@ from mantissa.display import finite
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
-from trainer.config.step import Plan
+from trainer.config.settle import Plan
 from trainer.data.contract import Batch, fingerprint
 from trainer.data.evaluation import Progress
 from trainer.errors import Interrupted, NonFiniteError, RunError, UserError, first_line
@@ -51,6 +51,7 @@ class Run:
 
     Args:
         trainer: ready for its first step.
+        scores: of its evaluations.
         folder: of the run, which this process has locked.
         terminal: what the user sees.
         signals: requests to stop or to save.
@@ -60,10 +61,16 @@ class Run:
     trainer_class: ClassVar[type[Trainer]] = Trainer
 
     def __init__(
-        self, trainer: Trainer, folder: RunFolder, terminal: Terminal, signals: Signals, began: float | None = None
+        self,
+        trainer: Trainer,
+        scores: Scores,
+        folder: RunFolder,
+        terminal: Terminal,
+        signals: Signals,
+        began: float | None = None,
     ) -> None:
         config = trainer.config
-        self.trainer, self.config = trainer, config
+        self.trainer, self.scores, self.config = trainer, scores, config
         self.world: World = trainer.world
         self.plan: Plan = trainer.plan
         self.folder, self.terminal, self.signals = folder, terminal, signals
@@ -74,7 +81,6 @@ class Run:
         """Hash of the data, which must be the same on resume."""
 
         # What the steps leave behind.
-        self.scores = Scores(config, trainer.metrics.lower_is_better)
         self.monitor = Monitor(trainer)
         self.table = Table(terminal, self.plan, self.monitor)
         self.writer = CheckpointWriter(
@@ -265,17 +271,18 @@ class Run:
         """Pass a step's record to the monitor, and log the metrics of an interval that it ends."""
         if metrics := self.monitor.add(record):
             self._log_diagnostics()
-            self._log(record.step, metrics)
+            self._append(record.step, metrics)
         self.table.progress(record.step, metrics)
 
-    def _log(self, step: int, metrics: dict[str, float]) -> None:
+    def _append(self, step: int, metrics: dict[str, float]) -> None:
+        """Append a line to the metric log, which rank 0 has."""
         if self.metric_log:
             self.metric_log.append(step, metrics)
 
     def _log_diagnostics(self) -> None:
         """Log what was measured since; also before an evaluation and a checkpoint, where a run may be resumed."""
         for step, metrics in self.diagnostics.collect():
-            self._log(step, metrics)
+            self._append(step, metrics)
 
     # --- evaluate ---
 
@@ -283,7 +290,7 @@ class Run:
         """Show and log what the first weights achieve; no checkpoint holds them, so they are never the best."""
         with self.monitor.paused(), self.terminal.work("evaluating the first weights", unit="batches") as advance:
             scores = {f"{PREFIX}{name}": value for name, value in self.trainer.evaluate(advance).items()}
-        self._log(0, scores)
+        self._append(0, scores)
         self.table.row(0, scores)
 
     def evaluate(self) -> Score | None:
@@ -294,7 +301,7 @@ class Run:
             return None
         step = self.trainer.step
         score = self.scores.add(step, metrics)
-        self._log(step, self.scores.final)
+        self._append(step, self.scores.final)
         self.table.row(step, self.scores.final, score.improved)
         return score
 
@@ -391,7 +398,7 @@ class Run:
     def _record_failure(self, error: NonFiniteGradients) -> str:
         """Record what is needed to find the cause; return the sentence with the command that does it."""
         step = error.failure["step"]
-        self._log(step, error.metrics)  # the last line shows what went wrong
+        self._append(step, error.metrics)  # the last line shows what went wrong
         self.table.progress(step, error.metrics)
         self.table.row(step)
         try:

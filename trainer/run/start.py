@@ -1,4 +1,7 @@
-"""Start a new run, or resume one where it stopped."""
+"""Start a new run, or resume one where it stopped.
+
+``_train`` reads from top to bottom: prepare the process, find an earlier run, settle, build the model, begin, train.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.registration import flatten
 from trainer.config.resume import Continued, check_same, find_earlier
 from trainer.config.schema import Config
-from trainer.config.settle import MICRO, Settled, settle
+from trainer.config.settle import MICRO, Settled, plan_of, settle
 from trainer.errors import (
     Interrupted,
     NonFiniteError,
@@ -33,7 +36,7 @@ from trainer.errors import (
 )
 from trainer.files import SAME, TOKENIZER, add_run_facts, in_use
 from trainer.hardware import detect, threads
-from trainer.parallel.world import tasks_alone
+from trainer.parallel.world import World, tasks_alone
 from trainer.precision import kernels
 from trainer.recipe import Decision
 from trainer.run.fit import REMEDY, fit, keep_memory, ran_out, release_memory
@@ -44,7 +47,6 @@ from trainer.run.signals import Signals, take_start_time
 from trainer.run_folder import RunFolder, to_continue
 from trainer.terminal import Terminal
 from trainer.tracking.sync import finish_delivery
-from trainer.trainer import Trainer
 
 log = logging.getLogger("mantissa")
 
@@ -111,50 +113,53 @@ def _train(
         _warn_of_launchers(config, terminal)
         hardware = detect(config.device)
 
-        # 2. Find the run that this one continues; where that is complete, there is nothing to do.
+        # 2. Find the run that this one continues, and its checkpoint; where it is complete, there is nothing to do.
         earlier, saved = find_earlier(config, hardware, world), None
         if earlier is not None:
             world.run_on_main(partial(stack.enter_context, in_use(earlier.folder.path)))
-            checkpoint = world.run_on_main(partial(_checkpoint_of, earlier, config))
-            saved = CheckpointReader(checkpoint) if checkpoint is not None else None
-            with on_every_rank():
-                remedy = None if saved is None else _remedy(earlier, saved)
-            if saved is None or remedy is not None:
-                terminal.outcome(f"{earlier.folder.path} is already complete{remedy or ''}")
+            saved, how_to_go_on = _saved_by(earlier, config, world)
+            if saved is None:
+                terminal.outcome(f"{earlier.folder.path} is already complete{how_to_go_on}")
                 world.run_on_main(partial(finish_delivery, earlier.folder.path, config.tracking))
                 return Ended(world.run_on_main(earlier.folder.summary), None)
             world.run_on_main(partial(store.set_aside, earlier.folder.checkpoints, saved.step))
 
-        # 3. Settle: open the data, and give every auto its value; a microbatch of auto fits into a CPU's memory.
+        # 3. Settle: open the data, and give every auto its value.
         with terminal.work("opening the data"):
-            if earlier is not None:
-                settled = settle(config, hardware, world, earlier.recorded, datasets=earlier.plan.datasets)
-            else:
-                settled = settle(config, hardware, world, fitted=fitted)
+            plan = earlier.plan if earlier is not None else plan_of(config, hardware, world, fitted=fitted)
+            settled = settle(plan, hardware, world)
+        # A new run has to fit into a CPU's memory: if need be it is settled anew, with a smaller microbatch.
         auto = config.micro_batch_size == "auto" and fitted is None
         if earlier is None and (smaller := fit(settled, hardware, world, auto)):
-            settled = settle(config, hardware, world, fitted=smaller, datasets=settled.datasets)
+            plan = plan_of(config, hardware, world, fitted=smaller, datasets=settled.datasets)
+            settled = settle(plan, hardware, world)
 
-        # 4. Build the model, which needs most of the memory; nothing is written before all is checked.
+        # 4. Build the model, which needs most of the memory, and check what only a forward pass can tell.
         _leave_garbage_alone(stack)
         keep_memory(settled, hardware, world)
         try:
             with terminal.work("building the model"):
                 trainer = run_class.trainer_class(settled, hardware, world)
             stack.callback(trainer.close)
-            _check(trainer, saved is None)
+            scores = Scores(trainer.config, trainer.metrics.lower_is_better)
+            scores.check_known(trainer.metric_names, always=bool(trainer.metrics))
+            if saved is None:
+                trainer.check_sum()
+
+            # 5. Begin: nothing is written before all is checked.
             with _written(config.output_dir):
-                folder = earlier.folder if earlier is not None else None
-                if folder is None:
+                if earlier is not None:
+                    folder = earlier.folder
+                else:
                     world.run_on_main(partial(_check_disk, config, trainer.model))
-                    folder = world.run_on_main(partial(_begun, settled, stack, terminal))
-                run = run_class(trainer, folder, terminal, signals, began)
+                    folder = world.run_on_main(partial(_new_folder, settled, stack, terminal))
+                run = run_class(trainer, scores, folder, terminal, signals, began)
                 run.command = command(folder.path)
                 if saved is not None:
                     run.restore(saved)
                 run.begin([*settled.decisions, *trainer.decisions])
 
-            # 5. Train.
+            # 6. Train.
             return Ended(run.train(), run)
         except Interrupted as stopped:
             stopped.folder = None if run is None else run.folder.path.absolute()
@@ -176,14 +181,28 @@ def _warn_of_launchers(config: Config, terminal: Terminal) -> None:
         terminal.warn(f"ACCELERATE_MIXED_PRECISION={asked} has no effect; set precision={asked}")
 
 
+def _saved_by(earlier: Continued, config: Config, world: World) -> tuple[CheckpointReader | None, str]:
+    """Return the checkpoint that a run continues from; None: it is complete; and how it can be continued nevertheless.
+
+    Every rank calls it.
+
+    Raises:
+        UserError: it would be another run, has no intact checkpoint, or has taken more steps than it is to have.
+        NonFiniteError: it turned non-finite, as the same run would again.
+    """
+    path = world.run_on_main(partial(_checkpoint_of, earlier, config))
+    if path is None:
+        return None, ""
+    saved = CheckpointReader(path)
+    with on_every_rank():
+        remedy = _remedy(earlier, saved)
+    return (saved, "") if remedy is None else (None, remedy)
+
+
 def _checkpoint_of(earlier: Continued, config: Config) -> Path | None:
     """Return the newest intact checkpoint of a run; None: it has these very options, and is complete.
 
     A run that was killed at its end has taken all steps, but its export and its summary may be missing.
-
-    Raises:
-        UserError: it would be another run, or it has no intact checkpoint.
-        NonFiniteError: it turned non-finite, as the same run would again.
     """
     folder = earlier.folder
     if config.resume == SAME and earlier.state != "interrupted":
@@ -191,16 +210,12 @@ def _checkpoint_of(earlier: Continued, config: Config) -> Path | None:
             return None
         step = folder.summary()["failure"]["step"]
         raise NonFiniteError(f"{folder.path} turned non-finite at step {step}; remove the folder to repeat the run")
-    check_same(folder, earlier.recorded, flatten(earlier.plan.config))
+    check_same(folder, earlier.plan.recorded, flatten(earlier.plan.config))
     return store.find_verified(folder.checkpoints)
 
 
 def _remedy(earlier: Continued, saved: CheckpointReader) -> str | None:
-    """Return how a complete run can be continued; None: it is not complete.
-
-    Raises:
-        UserError: it has taken more steps than it is to have.
-    """
+    """Return how a complete run can be continued; None: it is not complete."""
     steps, finished = earlier.plan.steps, earlier.state == "complete"
     if saved.step > steps or (saved.step == steps and finished):
         if not finished:
@@ -227,14 +242,6 @@ def _leave_garbage_alone(stack: ExitStack) -> None:
     gc.enable()
 
 
-def _check(trainer: Trainer, is_new: bool) -> None:
-    """Refuse metrics that do not exist, and in a new run a loss that is a mean."""
-    scores = Scores(trainer.config, trainer.metrics.lower_is_better)
-    scores.check_known(trainer.metric_names, always=bool(trainer.metrics))
-    if is_new:
-        trainer.check_sum()
-
-
 def _check_disk(config: Config, model: nn.Module) -> None:
     """Raise UserError where there is no room for a checkpoint and the export; the writer reports what comes later."""
     folder = Path(config.output_dir).expanduser().absolute()
@@ -259,7 +266,7 @@ def _written(output_dir: str) -> Iterator[None]:
         ) from error
 
 
-def _begun(settled: Settled[Config], stack: ExitStack, terminal: Terminal) -> RunFolder:
+def _new_folder(settled: Settled[Config], stack: ExitStack, terminal: Terminal) -> RunFolder:
     """Make the folder of a new run, with what a later one needs of the data beside the weights."""
     config = settled.config
     folder = RunFolder.create(config.output_dir, config.name)

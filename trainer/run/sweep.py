@@ -1,4 +1,4 @@
-"""Several runs from one command (``train.py -m``), which Hydra starts: their names, and the table at their end."""
+"""The runs of one command line, which Hydra starts: a single one, or with ``-m`` several, with names and a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mantissa.display import columns, loss, quantity, size
 from trainer.config.command_line import CommandLine
-from trainer.config.compose import CONF
+from trainer.config.compose import CONF, prepare
 from trainer.config.registration import by_key, name_of_composed
 from trainer.errors import RunError
 from trainer.files import SAME
@@ -110,8 +110,8 @@ class Row(NamedTuple):
 
 
 TrainOne = Callable[[DictConfig, list[str], Mapping[str, Any], bool], tuple[int, dict[str, Any], bool]]
-"""Trains a run from what Hydra composed, its overrides, and what it was composed on, see ``resume.base``, and shows
-all of it or a line; returns ``code``, ``summary`` and ``ends_all`` of its row."""
+"""Trains a run from what Hydra composed, its overrides, and what it was composed on, see ``compose.prepare``, and
+shows all of it or a line; returns ``code``, ``summary`` and ``ends_all`` of its row."""
 
 
 class Sweep:
@@ -136,11 +136,10 @@ class Sweep:
             UserError: it resumes a run that cannot be resumed.
             Exception: whatever the launcher of jobs elsewhere raises, such as the error of a job.
         """
-        from trainer.config.resume import base
+        composition = prepare(self.line)
+        sys.argv[1:] = composition.arguments  # which Hydra reads
 
-        name, kept, sys.argv[1:] = base(self.line)
-
-        @hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)
+        @hydra.main(version_base="1.3", config_path=str(CONF), config_name=composition.name)
         def task(composed: DictConfig) -> None:
             if self.rows:
                 if self.rows[-1].ends_all:
@@ -153,7 +152,7 @@ class Sweep:
             overrides = cast("list[str]", given)
             own, values = self.named(composed, overrides)
             brief = bool(self.keys) and self.jobs is None
-            self.rows.append(Row(own, values, *train_one(composed, overrides, kept, brief)))
+            self.rows.append(Row(own, values, *train_one(composed, overrides, composition.recorded, brief)))
             if self.jobs is not None and (code := self.rows[-1].code):
                 raise RunError(f"{own} ended with exit code {code}")
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from mantissa.display import duration, quantity
-from trainer.config.step import Plan
+from trainer.config.settle import Plan
 from trainer.run.monitor import Monitor
 from trainer.run.scores import PREFIX
 from trainer.run.step_metrics import STEP_METRICS, short

@@ -244,11 +244,11 @@ class Follower(threading.Thread):
                     lines.pop()
                 if not lines:
                     return
-                self._log_lines(client, run_id, map(json.loads, lines), curve_key)
+                self._send_points(client, run_id, map(json.loads, lines), curve_key)
                 self._run.offset += sum(map(len, lines))
                 self._record()
 
-    def _log_lines(
+    def _send_points(
         self, client: MlflowClient, run_id: str, lines: Iterable[dict[str, Any]], key_of: Callable[[str], str]
     ) -> None:
         """Send the values of lines of a metric log, but for those of steps that MLflow has, and those not finite.
@@ -257,6 +257,7 @@ class Follower(threading.Thread):
         """
         from mlflow.entities import Metric
 
+        # A point for each value: MLflow's name of the metric, the time in milliseconds, the step.
         metrics = [
             Metric(key, float(value), int(line["time"] * 1000), line["step"])
             for line in lines
@@ -271,7 +272,7 @@ class Follower(threading.Thread):
         """Send the rest: first how the run ended, then what takes long; what is refused keeps nothing else back."""
         self._send_metrics(client, run_id)
         summary = read_object(self._folder / SUMMARY_FILE)
-        self._log_lines(client, run_id, summary_lines(self._folder / METRICS_FILE, summary), valid_key)
+        self._send_points(client, run_id, summary_lines(self._folder / METRICS_FILE, summary), valid_key)
         files = [self._folder / name for name in (METRICS_FILE, SUMMARY_FILE)]
         ended_s = max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
         client.set_terminated(run_id, self._status, int(ended_s * 1000))

@@ -85,10 +85,11 @@ class MetricLog:
             raise RunError(
                 f"{path} was removed or moved away while the run trained; put it back and resume, or start anew"
             )
+        # A line of the file; from the first one on, a thread reads them and sends them to MLflow.
         line = {"step": step, "time": time.time(), **countable(metrics)}
         self._unwritten += json.dumps(line, allow_nan=False).encode() + b"\n"
         self._write()
-        self._follow()
+        self._start_follower()
 
     def close(self, status: str, summary: Mapping[str, object]) -> bool:
         """Write the summary with its status (FINISHED, FAILED or KILLED) and the plots, and complete the upload.
@@ -109,7 +110,7 @@ class MetricLog:
                 written = _tolerate(lambda: write_json(path, countable({"status": status, **summary})), path)
         finally:
             if self._follower:
-                self._follow()
+                self._start_follower()
                 self._follower.conclude(status, self.config.upload_timeout_s)
         return written
 
@@ -119,7 +120,7 @@ class MetricLog:
         if self._follower:
             self._follower.abandon()
 
-    def _follow(self) -> None:
+    def _start_follower(self) -> None:
         """Let MLflow get the log from its first line on: the import of MLflow would more than double the first step."""
         if self._follower and self._follower.ident is None:
             self._follower.start()

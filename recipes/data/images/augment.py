@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -93,9 +94,12 @@ class ImageAugment(Augment):
             raise UserError(f"{typed} has no effect: this recipe reads no images; leave it out")
         return self, []
 
-    def attach(self, datasets: Any) -> None:
-        for part in _images(datasets):
+    def applied(self, datasets: Any) -> Any:
+        copies = {part: copy(part) for part in _images(datasets)}  # they share the images
+        for part in copies.values():
             part.augment = self
+        names = [name for name in ("train", "valid", "test") if hasattr(getattr(datasets, name), "augment")]
+        return replace(datasets, **{name: copies[getattr(datasets, name)] for name in names}) if names else datasets
 
     def view(self, width: int, height: int, seed: int | None, size: int) -> View:
         """Return what becomes of an image of ``width`` × ``height`` pixels.

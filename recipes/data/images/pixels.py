@@ -83,7 +83,7 @@ class Images:
     stored_side: int | None = None
     """Of a typical image as it is stored, in pixels; None: they are synthetic."""
     augment: ImageAugment = ImageAugment()
-    """What is done to the images as they are fetched, see ``ImageAugment.attach``."""
+    """What is done to the images as they are fetched, see ``ImageAugment.applied``."""
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -19,7 +19,7 @@ from mantissa.doctor.module_errors import local_errors
 from mantissa.formats import FORMATS
 from mantissa.step.step import Step
 from mantissa.step.trace import BACKWARD, FORWARD
-from mantissa.watch.setup import _scaled_layers
+from mantissa.watch.setup import Aspect, _scaled_layers
 from tests.helpers import trainer_of
 
 MODES = [name for name, row in FORMATS.items() if row.number.scaled]
@@ -80,10 +80,9 @@ def test_what_makes_such_a_layer_infinite_is_found(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_setup_counts_the_layers_of_each_format(mode: str) -> None:
-    def found(model: nn.Module) -> tuple[dict[str, str], list[str]]:
+    def found(model: nn.Module) -> Aspect:
         first: Any = SimpleNamespace(model=model)
-        aspect = _scaled_layers(first, FORMATS[mode])
-        return aspect.rows, aspect.differences
+        return _scaled_layers(first, FORMATS[mode])
 
     name = {"fp8": "Float8Linear", "mxfp8": "MXFP8Linear", "nvfp4": "NVFP4Linear"}[mode]
     of_torchao: Any = type(name, (nn.Linear,), {})

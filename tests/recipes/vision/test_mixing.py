@@ -142,9 +142,7 @@ def test_a_dataset_says_whether_its_batches_use_the_global_generator(
 ) -> None:
     decoded = OneImage(torch.tensor([0]))
     decoded.augment = augment
-    digits = Digits().images(16)
-    augment.attach(digits)
-    for dataset in (decoded, digits.train):
+    for dataset in (decoded, augment.applied(Digits().images(16)).train):
         generator = Mock(wraps=torch.default_generator)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "default_generator", generator)

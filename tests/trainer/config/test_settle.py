@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recipes.data.images.arrays import Digits
-from recipes.data.images.augment import Light
+from recipes.data.images.augment import ImageAugment, Light
 from recipes.language import torch_can_chunk
 from tests.helpers import CPU, context
 from trainer.config import settle as module
@@ -83,7 +83,7 @@ def test_what_auto_becomes(name: str) -> None:
     if hardware is GPU:  # no data is opened there
         flat = flatten(plan_of(compose(*overrides), hardware, recorded=recorded).config)
     else:
-        settled = settle(compose(*overrides), hardware, recorded=recorded)
+        settled = settle(plan_of(compose(*overrides), hardware, recorded=recorded), hardware)
         flat = flatten(settled.config)
         automatic = {choice.key: choice.value for choice in settled.decisions}
         assert {key: flat[key] for key in automatic if key in flat} == automatic
@@ -147,24 +147,28 @@ def test_settling_opens_the_data_once_and_changes_no_config(monkeypatch: pytest.
     monkeypatch.setattr(Digits, "images", lambda *given: opened.append(given) or images(*given))
     config = compose(*RESNET, "epochs=1", "augment=light")
     before = flatten(config)
-    settled = settle(config, CPU)
+    plan = plan_of(config, CPU)
+    settled = settle(plan, CPU)
     assert len(opened) == 1
     assert flatten(config) == before
     assert settled.datasets.train.augment == settled.config.augment == Light()  # type: ignore[attr-defined]
-    again = settle(settled.config, CPU, datasets=settled.datasets)  # what is settled stays so
+    assert plan.datasets is not None
+    assert plan.datasets.train.augment == ImageAugment()  # type: ignore[attr-defined]
+    again = settle(plan_of(settled.config, CPU, datasets=settled.datasets), CPU)  # what is settled stays so
     assert flatten(again.config) == flatten(settled.config)
     assert (len(opened), again.decisions) == (1, ())
 
 
 def test_what_is_read_as_something_else_is_not_augmented() -> None:
     with pytest.raises(UserError, match="augment=imagenet has no effect: this recipe reads no images"):
-        settle(compose(*GPT2, "augment=imagenet"), CPU)
+        settle(plan_of(compose(*GPT2, "augment=imagenet"), CPU), CPU)
     with pytest.raises(UserError, match="augment=light has no effect: data=text has no images"):
         compose("recipe=gpt2", "data=text", f"data.path={__file__}", "augment=light")
 
 
 def test_a_forecast_is_that_of_one_rank_without_compilation() -> None:
-    settled = settle(compose(*BIGNET, "batch_size=12", "compile=default", "parallel=ddp"), CPU, Two())
+    plan = plan_of(compose(*BIGNET, "batch_size=12", "compile=default", "parallel=ddp"), CPU, Two())
+    settled = settle(plan, CPU, Two())
     one = module.alone(settled, 3)
     assert (one.batching.batch_size, one.batching.micro_batch_size, one.batching.ranks) == (6, 3, 1)
     assert (one.config.compile.mode, one.config.parallel.kind, one.config.micro_batch_size) == ("off", "single", 3)

@@ -13,7 +13,7 @@ from recipes.language import torch_can_chunk
 from tests.helpers import compose
 from trainer.config import settle
 from trainer.config.schema import Config
-from trainer.config.step import Plan
+from trainer.config.settle import Plan
 from trainer.data.loader import Batching
 from trainer.errors import OutOfMemory, RunError
 from trainer.hardware import Hardware, detect
@@ -33,10 +33,11 @@ def fitted(
     monkeypatch.setattr(settle, "available_bytes", lambda device: int(free_mib * MIB))
     config = compose(*overrides, "device=cpu")
     hardware = detect("cpu")
-    plan = settle.settle(config, hardware, world)
+    plan = settle.settle(settle.plan_of(config, hardware, world), hardware, world)
     smaller = fit.fit(plan, hardware, world or World(), config.micro_batch_size == "auto")
     if smaller is not None:
-        plan = settle.settle(config, hardware, world, fitted=smaller, datasets=plan.datasets)
+        again = settle.plan_of(config, hardware, world, fitted=smaller, datasets=plan.datasets)
+        plan = settle.settle(again, hardware, world)
     assert plan.config.micro_batch_size == plan.batching.micro_batch_size
     return plan, [choice for choice in plan.decisions if choice.key == "micro_batch_size"]
 
@@ -173,7 +174,8 @@ def test_fsdp_shares_weights_gradients_and_optimizer_state() -> None:
     needs = {}
     for mode in ("ddp", "fsdp"):
         sizes = ("batch_size=64", "micro_batch_size=32")
-        plan = settle.settle(compose(*BIGNET, f"parallel={mode}", *sizes, "device=cpu"), detect("cpu"), Two(0))
+        config, hardware = compose(*BIGNET, f"parallel={mode}", *sizes, "device=cpu"), detect("cpu")
+        plan = settle.settle(settle.plan_of(config, hardware, Two(0)), hardware, Two(0))
         needs[mode] = needed_bytes(plan, 32)
     assert needs["ddp"] - needs["fsdp"] == steady - steady // 2 > 0
 
