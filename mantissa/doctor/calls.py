@@ -126,7 +126,7 @@ def record(step: Step) -> tuple[Replay, Replay, list[Call]]:
         reference.run()
     low.start()
     with _Recorder(low).recording() as in_low:
-        low.loss(low.microbatches[0])
+        low.loss(few.microbatches[0])
     _compare(calls, in_low)
     return low, reference, calls
 
