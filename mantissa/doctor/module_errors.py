@@ -384,13 +384,13 @@ class _Comparison:
 @contextmanager
 def _rounded_weights(module: nn.Module, number: Number) -> Iterator[None]:
     """Round a module's parameters for a while."""
-    own = [(parameter, parameter.data) for parameter in module.parameters()]
+    before = [(parameter, parameter.data) for parameter in module.parameters()]
     try:
-        for parameter, data in own:
+        for parameter, data in before:
             parameter.data = rounded(data, number)
         yield
     finally:
-        for parameter, data in own:
+        for parameter, data in before:
             parameter.data = data
 
 
