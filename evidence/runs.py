@@ -15,7 +15,7 @@ import psutil
 from evidence.measures import LOSS, values_of
 from mantissa.display import loss
 from mantissa.verdict import runs, shell
-from mantissa.verdict.runs import Run, Store
+from mantissa.verdict.runs import Run, Runs, Store
 from trainer.config.command_line import quoted
 from trainer.config.compose import key_of
 from trainer.errors import NonFiniteError, OutOfMemory, UserError, redacted
@@ -86,8 +86,8 @@ class Runner:
         script = str(PROJECT / "scripts" / "train.py")
         return [sys.executable, script, *merge_overrides(self.common, arm.overrides, of_run)]
 
-    def run_all(self, arms: Sequence[Arm], seeds: Sequence[int]) -> list[Run]:
-        """Train what is left to train of these arms, with each of these seeds; print a line for every run."""
+    def run_all(self, arms: Sequence[Arm], seeds: Sequence[int]) -> Runs:
+        """Train what is left to train of these arms, with all of these seeds; print a line for every run."""
         labels = {arm.label: arm for arm in arms}
         return runs.run_all(list(labels), seeds, lambda label, seed: self.run(labels[label], seed), self.store)
 
@@ -100,6 +100,7 @@ class Runner:
         Raises:
             KeyboardInterrupt: the run was interrupted.
         """
+        # From nothing, beside what others leave of the CPUs.
         folder = self.runs / _name(arm, seed)
         remove_folder(folder)  # unfinished or failed: the speed of half a run is not that of a whole one
         self.runs.mkdir(parents=True, exist_ok=True)

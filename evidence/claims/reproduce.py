@@ -16,7 +16,6 @@ from evidence.claims.claims import CONFIRMED, REFUTED, Claim, Criterion, load, n
 from evidence.runs import Runner, merge_overrides
 from mantissa.verdict.judge import Ratio
 from mantissa.verdict.report import percent, times
-from mantissa.verdict.runs import by_arm
 from mantissa.verdict.statistics import INCONCLUSIVE
 from trainer.config.compose import compose, key_of
 from trainer.config.options import parse
@@ -132,7 +131,7 @@ def test(claim: Claim, hardware: Hardware, given: list[str], runner: Runner) -> 
     """Train what is left to train of a claim, print the result, and write it."""
     arms = claim.runs(claim.to_run(hardware), given, hardware)
     print(f"\n{_described(claim)}\n{len(arms)} arms × {claim.repeats}, alternating; {runner.runs}")
-    runs = by_arm([arm.label for arm in arms], runner.run_all(arms, list(range(claim.repeats))))
+    runs = runner.run_all(arms, list(range(claim.repeats)))
 
     # What is not testable here has no row; what is not the statement has a row, and no bounds.
     related, left_out = claim.only_related(hardware), claim.untestable(hardware)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from evidence.runs import Arm, Runner, merge_overrides, redacted_arguments
 from mantissa.errors import UsageError
 from mantissa.verdict.judge import Row, incomparable, judge
-from mantissa.verdict.runs import Look, Run, Runs, by_arm
+from mantissa.verdict.runs import Look, Run, Runs
 from trainer.config.command_line import quoted
 from trainer.config.compose import check_single, compose
 from trainer.config.registration import flatten
@@ -26,7 +26,7 @@ COSTS = ("speed", "memory")
 """Names of the numbers that arms are compared by, beside their loss."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ComparisonPlan:
     """What to compare, and how to judge it."""
 
@@ -115,7 +115,7 @@ def compare(plan: ComparisonPlan, configs: dict[str, Config], command: str = "")
     In MLflow, the runs' tag ``group`` is the comparison's name.
 
     Args:
-        plan: what to compare; its ``name`` is set here if it is empty.
+        plan: what to compare; without a name it is named by the recipe and the arms.
         configs: from ``check_arms``.
         command: the command line, for the report.
 
@@ -125,9 +125,8 @@ def compare(plan: ComparisonPlan, configs: dict[str, Config], command: str = "")
     """
     # What stays the same, however often the command is repeated.
     first = configs[plan.baseline]
-    if not plan.name:
-        plan.name = "-".join([first.recipe.name, *(arm.label for arm in plan.arms)])
-    hardware = detect(first.device)
+    name = plan.name or "-".join([first.recipe.name, *(arm.label for arm in plan.arms)])
+    plan, hardware = replace(plan, name=name), detect(first.device)
     arms, seeds, folder = plan.arms, plan.seeds, plan.folder
     facts: dict[str, Any] = {
         "command": command,
@@ -147,7 +146,7 @@ def compare(plan: ComparisonPlan, configs: dict[str, Config], command: str = "")
     # Train, judge, write.
     with in_use(folder):  # a second process would remove this one's unfinished runs
         print(f"{len(arms)} arms × {len(seeds)} seeds, alternating; every run is a fresh process. {folder}", flush=True)
-        runs = by_arm([arm.label for arm in arms], runner.run_all(arms, seeds))
+        runs = runner.run_all(arms, seeds)
         rows = judge(runs, plan.margin, runner.store, COSTS)
         result = Result(plan, runs, rows, facts, runner.store.looks)
         write_json(folder / RESULT_FILE, result.to_dict())
@@ -160,6 +159,7 @@ def check_arms(plan: ComparisonPlan) -> dict[str, Config]:
     Raises:
         UserError: an arm that train.py would refuse, or one that equals the baseline.
     """
+    # What train.py would refuse, and what would give no speed.
     configs: dict[str, Config] = {}
     for arm in plan.arms:
         try:
@@ -177,6 +177,8 @@ def check_arms(plan: ComparisonPlan) -> dict[str, Config]:
         except UserError as error:
             raise UserError(f"arm {arm.label}: {error}") from None
         configs[arm.label] = config
+
+    # An arm that changes nothing.
     base = _comparable(configs[plan.baseline])
     for arm in plan.arms:
         if arm.label != plan.baseline and not arm.seed_shift and _comparable(configs[arm.label]) == base:

@@ -10,6 +10,7 @@ from typing import Any
 
 from evidence.doctor.step import step_of
 from evidence.runs import merge_overrides
+from mantissa.display import counted
 from mantissa.doctor.diagnosis import TakenStep
 from mantissa.doctor.examine import take
 from trainer.checkpoint import store
@@ -103,7 +104,7 @@ def _go_to(trainer: Trainer, step: int, folder: RunFolder | None) -> tuple[str, 
     began = _restore(folder, trainer, step)
     left = step - 1 - trainer.step
     if left:
-        print(f"replaying {left} step{'s' * (left > 1)} from {began} …")
+        print(f"replaying {counted(left, 'step')} from {began} …")
     for microbatches in islice(trainer.batches(), left):
         try:
             record = trainer.train_step(microbatches)

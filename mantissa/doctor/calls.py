@@ -126,7 +126,7 @@ def record(step: Step) -> tuple[Replay, Replay, list[Call]]:
         reference.run()
     low.start()
     with _Recorder(low).recording() as in_low:
-        low.loss(low.microbatches[0])
+        low.loss(few.microbatches[0])
     _compare(calls, in_low)
     return low, reference, calls
 
@@ -234,14 +234,14 @@ def evaluate(replay: Replay, call: Call, given: list[Tensor], cotangents: list[T
     sources = [
         tensor.detach().requires_grad_(value.differentiable) for tensor, (_, value) in zip(given, known, strict=True)
     ]
-    own = len(call.given.values)
-    args, kwargs = call.given.with_tensors(sources[:own])
+    count = len(call.given.values)
+    args, kwargs = call.given.with_tensors(sources[:count])
     replay.restore_generators()
 
     gradients: dict[str, Tensor] = {}
     with as_called(replay, call):
         # Forward, with the submodules' results in the place of the submodules.
-        with _stubs(replay.model, call.children, sources[own:]) as inputs:
+        with _stubs(replay.model, call.children, sources[count:]) as inputs:
             targets = [*numbers_in(module(*args, **kwargs)), *inputs]
 
         # Backward, from the gradients of all that it computes.

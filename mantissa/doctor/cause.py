@@ -1,12 +1,12 @@
 """The cause of a step that is not finite, or that raises: which operator, at which line, and what kind of fault it is.
 
-``find_origin`` finds the operator, on the tape of all that is not finite; rules then say what it means.
+``find_origin`` locates the operator on the tape of all that is not finite; rules then say what it means.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,11 +50,11 @@ class Origin:
     """Format of the finding."""
     node: Node
     path: tuple[str, ...]
-    """What the fault passes through."""
+    """Modules and operators from it to the output that it spoils."""
     others: int = 0
-    """Operators that are not finite independently of each other, of which this is the first; 0: it is the only one."""
+    """Operators that are the first of their chains, as this one is; 0: it is the only one."""
     opened: str = ""
-    """Fused attention in which it was found, with torch's MATH kernel; empty: in none."""
+    """Fused attention that it is inside of, as torch's MATH kernel shows; empty: none."""
 
     @property
     def masks(self) -> list[Outside]:
@@ -91,7 +91,7 @@ class Origin:
     @cached_property
     def outlier(self) -> Outlier | None:
         """Sample that is far larger than others, from which the overflow may come."""
-        return find_outlier(self.replay.microbatches) if self.is_forward_overflow else None
+        return find_outlier(self.replay.step.microbatches) if self.is_forward_overflow else None
 
     @property
     def numbers(self) -> Iterator[str]:
@@ -115,12 +115,11 @@ class Origin:
             site: where it is; None: at the operator.
             fields: more fields of a finding.
         """
-        inside = f"inside {self.opened}, opened (fused kernels keep the scores in fp32)"
-        detail = "; ".join([*details, *[inside] * bool(self.opened)])
-        cures = (cure,) if cure else ()
-        return Finding.at(
-            site or self.node.site, kind, self.format, detail=detail, path=self.path, cure=cures, **fields
-        )
+        detail = "; ".join(details)
+        if self.opened:
+            detail += f"; inside {self.opened}, opened (fused kernels keep the scores in fp32)"
+        site, tried = site or self.node.site, (cure,) if cure else ()
+        return Finding.at(site, kind, self.format, detail=detail, path=self.path, cure=tried, **fields)
 
 
 def find_origin(replay: Replay, format: str) -> Finding | None:
@@ -130,11 +129,29 @@ def find_origin(replay: Replay, format: str) -> Finding | None:
         replay: of the step, at the loss scale that is not finite.
         format: of the finding.
     """
-    found = origin(replay, format)
-    return explain(found) if found is not None else None
+    origin = locate(replay, format)
+    if origin is None:
+        return None
+
+    # The first rule that knows something is right.
+    rules = (
+        # What comes from outside: no operator is at fault.
+        _input,
+        # What an operator before it lost: this one only shows it.
+        _underflow,
+        # Data that is too large for this format, in one sample or in all of them.
+        _sample,
+        _cast_data,
+    )
+    with sdpa_kernel(SDPBackend.MATH) if origin.opened else nullcontext():
+        findings = (rule(origin) for rule in rules)
+        known = next((finding for finding in findings if finding is not None), None)
+
+        # Else the operator is at fault, or the model around it.
+        return known or _operator(origin)
 
 
-def origin(replay: Replay, format: str, opened: str = "") -> Origin | None:
+def locate(replay: Replay, format: str, opened: str = "") -> Origin | None:
     """Return the operator that makes a step not finite; None: none does.
 
     The tape is sliced from the step's outputs that are not finite. Where the slice has several first operators, each is
@@ -142,8 +159,8 @@ def origin(replay: Replay, format: str, opened: str = "") -> Origin | None:
     cause.
     """
     # Everything that is not finite, and of it what reaches an output.
-    data = [(batch_key(name), tensor) for batch in replay.microbatches for name, tensor in batch.items()]
-    tape = Tape([*replay.model.named_parameters(), *replay.model.named_buffers(), *data])
+    data = [(batch_key(name), tensor) for batch in replay.step.microbatches for name, tensor in batch.items()]
+    tape = Tape([*replay.model.named_parameters(), *replay.model.named_buffers()], data)
     with Trace(replay.model, tape.visit, lines=True):
         result = replay.run()
     slice_ = tape.behind(result.outputs[name] for name in result.nonfinite)
@@ -156,13 +173,13 @@ def origin(replay: Replay, format: str, opened: str = "") -> Origin | None:
     alone = firsts if len(firsts) == 1 else [node for node in firsts[:_CANDIDATES] if _is_cured_by(replay, node)][:1]
     node = alone[0] if alone else firsts[0]
     path = _path(node, slice_, result.nonfinite)
-    found = Origin(replay, format, node, path, 0 if alone else len(starts), opened)
+    origin = Origin(replay, format, node, path, 0 if alone else len(starts), opened)
 
     # Fused attention hides its operators: torch's MATH kernel shows them.
-    if "scaled_dot_product" in node.site.op and not opened and not found.is_given:
+    if "scaled_dot_product" in node.site.op and not opened and not origin.is_given:
         with sdpa_kernel(SDPBackend.MATH):
-            return origin(replay, format, node.site.op) or found
-    return found
+            return locate(replay, format, node.site.op) or origin
+    return origin
 
 
 def _is_cured_by(replay: Replay, node: Node) -> bool:
@@ -207,6 +224,7 @@ class Recomputed(NamedTuple):
 
 def recompute(replay: Replay, number: int) -> Recomputed:
     """Compute the operator with a number again in fp64, from its own inputs."""
+    # Its results, beside those in fp64.
     pairs: list[tuple[Tensor, Tensor]] = []
 
     def compare(op: Op) -> Any:
@@ -219,6 +237,8 @@ def recompute(replay: Replay, number: int) -> Recomputed:
 
     with Trace(None, run=compare):
         replay.run()
+
+    # What the first of them says that is not finite.
     for low, wide in pairs:
         bad = ~torch.isfinite(low)
         if low.shape != wide.shape or not bool(bad.any()):
@@ -250,23 +270,16 @@ def _in_fp64(op: Op) -> list[Tensor]:
         return []
 
 
-# --- what it means: rules, of which the first that knows something is right ---
+# --- what it means: the rules of ``find_origin`` ---
 
 
-def explain(found: Origin) -> Finding:
-    """Return the fault of an operator."""
-    with sdpa_kernel(SDPBackend.MATH) if found.opened else nullcontext():
-        return next(finding for rule in _RULES if (finding := rule(found)) is not None)
-
-
-def _input(found: Origin) -> Finding | None:
+def _input(origin: Origin) -> Finding | None:
     """Name the tensor and the sample that is not finite before the step, with a cure that was tried."""
-    if not found.is_given:
+    if not origin.is_given:
         return None
-    replay, step = found.replay, found.replay.step
-    outside = min(found.node.roots(), key=lambda root: not root.name.startswith("batch"))
-    name, tensor, rows = outside.name, outside.tensor, outside.rows
-    in_batch = name.startswith("batch")
+    replay, step = origin.replay, origin.replay.step
+    outside = min(origin.node.roots(), key=lambda root: not root.in_batch)
+    name, tensor, rows, in_batch = outside.name, outside.tensor, outside.rows, outside.in_batch
     size = len(tensor) if tensor.ndim else 0
     bad = int((~tensor.detach().isfinite()).sum())
     stored = f"{dtype_name(tensor.dtype)}, " if tensor.dtype.itemsize == 2 else ""
@@ -276,79 +289,66 @@ def _input(found: Origin) -> Finding | None:
     if in_batch and 0 < len(rows) < size:
         left, named = [row for row in range(size) if row not in rows], samples(rows)
         place, cure = f"{name}, {named}", f"leave out {named} of {name}: without, the step is finite"
-        other = step.with_microbatches(_with_rows(batch, left, size) for batch in replay.microbatches)
+        other = step.with_microbatches(_with_rows(batch, left, size) for batch in replay.step.microbatches)
     else:
         place, cure = name, f"finite values in {name}: with zeros in their place, the step is finite"
-        other = step.with_microbatches(map_tensors(batch, _without_infinities) for batch in replay.microbatches)
+        other = step.with_microbatches(map_tensors(batch, _without_infinities) for batch in replay.step.microbatches)
         other = other.with_values(_without_infinities)
     cure = cure if _is_finite(replay, other) else ""
     module = "" if in_batch else name.rpartition(".")[0]
-    return found.finding(INPUT, [detail], cure, module=module, tensor=place)
+    return origin.finding(INPUT, [detail], cure, module=module, tensor=place)
 
 
-def _underflow(found: Origin) -> Finding | None:
+def _underflow(origin: Origin) -> Finding | None:
     """Name the operator before, whose result became 0 by rounding: a division by it only shows that."""
-    if found.kind != DOMAIN or found.in_fp32 or not (flushed := _flushed(found.replay, found.node.number)):
+    if origin.kind != DOMAIN or origin.in_fp32 or not (flushed := _flushed(origin.replay, origin.node.number)):
         return None
     site, lost = flushed
-    return found.finding(
-        UNDERFLOW, [lost, f"{found.node.site.op} then divides by 0 or takes a logarithm of it"], site=site
+    return origin.finding(
+        UNDERFLOW, [lost, f"{origin.node.site.op} then divides by 0 or takes a logarithm of it"], site=site
     )
 
 
-def _sample(found: Origin) -> Finding | None:
+def _sample(origin: Origin) -> Finding | None:
     """Name a sample that is far larger than others, where fp32 cannot hold what comes of it, but of others can."""
-    if not found.in_fp32 or found.outlier is None:
+    if not origin.in_fp32 or origin.outlier is None:
         return None
-    usual = map(without_outliers, found.replay.microbatches)
-    if not _is_finite(found.replay, found.replay.step.with_microbatches(usual)):
+    usual = map(without_outliers, origin.replay.step.microbatches)
+    if not _is_finite(origin.replay, origin.replay.step.with_microbatches(usual)):
         return None
-    place = found.outlier.place
+    place = origin.outlier.place
     cure = f"leave out {place}: with usual samples in the place of such, the step is finite"
-    return found.finding(INPUT, found.numbers, cure, module="", tensor=place)
+    return origin.finding(INPUT, origin.numbers, cure, module="", tensor=place)
 
 
-def _cast_data(found: Origin) -> Finding | None:
+def _cast_data(origin: Origin) -> Finding | None:
     """Name data that the format cannot hold, where an operator only casts it."""
-    site, replay = found.node.site, found.replay
-    if not found.is_forward_overflow or found.outlier is not None or site.op != CAST:
+    site, replay = origin.node.site, origin.replay
+    if not origin.is_forward_overflow or origin.outlier is not None or site.op != CAST:
         return None
-    for name, tensor in ((name, tensor) for batch in replay.microbatches for name, tensor in batch.items()):
+    for name, tensor in ((name, tensor) for batch in replay.step.microbatches for name, tensor in batch.items()):
         if tensor.numel() == math.prod(site.shape) and tensor.float().abs().max() > FP16.largest:
-            small = [map_tensors(batch, lambda own: own.float().tanh().to(own.dtype)) for batch in replay.microbatches]
-            cured = _is_finite(replay, replay.step.with_microbatches(small))
+            small = [map_tensors(batch, _standardized) for batch in replay.step.microbatches]
             name = batch_key(name)
-            return found.finding(OVERFLOW, found.numbers, f"standardize {name}" * cured, tensor=name)
+            cure = f"standardize {name}" if _is_finite(replay, replay.step.with_microbatches(small)) else ""
+            return origin.finding(OVERFLOW, origin.numbers, cure, tensor=name)
     return None
 
 
-def _operator(found: Origin) -> Finding:
+def _operator(origin: Origin) -> Finding:
     """Say what is known of the operator itself."""
-    kind, site, details = found.kind, found.node.site, list(found.numbers)
+    kind, site, details = origin.kind, origin.node.site, list(origin.numbers)
     if site.op == "aten.exp":
         details.append("subtract the maximum before exp, as torch.logsumexp does")
     if kind == DOMAIN and site.direction == BACKWARD:
         details.append("torch.where and masks leave such a derivative as it is: change what it is computed from")
-    rows = _spoiling(found.replay) if found.in_fp32 else []
+    rows = _spoiling(origin.replay) if origin.in_fp32 else []
     if rows:
         details.append(f"{samples(rows)} of the batch alone")
-    if found.others:
-        details.append(f"{found.others} operators are not finite independently of each other, this is the first")
+    if origin.others:
+        details.append(f"{origin.others} operators are not finite independently of each other, this is the first")
     cure = f"leave out {samples(rows)}: without, the step is finite" if rows else ""
-    return found.finding(kind, details, cure)
-
-
-_RULES: tuple[Callable[[Origin], Finding | None], ...] = (
-    # What comes from outside: no operator is at fault.
-    _input,
-    # What an operator before it lost: this one only shows it.
-    _underflow,
-    # Data that is too large for this format, in one sample or in all of them.
-    _sample,
-    _cast_data,
-    # Else the operator is, or the model around it.
-    _operator,
-)
+    return origin.finding(kind, details, cure)
 
 
 class Flushed(NamedTuple):
@@ -414,7 +414,7 @@ def _with_rows(batch: Batch, rows: list[int], size: int) -> Batch:
 
 def _spoiling(replay: Replay) -> list[int]:
     """Return the few samples without which the step is finite; none: they are not few, or the batch is not one."""
-    batch = replay.microbatches[0]
+    batch = replay.step.microbatches[0]
     size = max((len(tensor) for tensor in batch.values() if tensor.ndim), default=0)
 
     def is_finite(rows: list[int]) -> bool:
@@ -422,7 +422,7 @@ def _spoiling(replay: Replay) -> list[int]:
 
     # Halves that are not finite are halved again.
     spoil: list[int] = []
-    left = [list(range(size))] if size and len(replay.microbatches) == 1 else []
+    left = [list(range(size))] if size and len(replay.step.microbatches) == 1 else []
     while left and len(spoil) <= min(size // 4, _SAMPLES):
         rows = left.pop()
         if is_finite(rows):
@@ -433,6 +433,10 @@ def _spoiling(replay: Replay) -> list[int]:
             left += [rows[len(rows) // 2 :], rows[: len(rows) // 2]]
     others = [row for row in range(size) if row not in spoil]
     return spoil if spoil and not left and others and is_finite(others) else []
+
+
+def _standardized(tensor: Tensor) -> Tensor:
+    return tensor.float().tanh().to(tensor.dtype)
 
 
 def _without_infinities(tensor: Tensor) -> Tensor:
@@ -460,9 +464,9 @@ def name_overflows(replay: Replay, errors: Sequence[Finding]) -> tuple[Finding, 
 def _named(replay: Replay, error: Finding, tape: Tape) -> Finding:
     place = error.module, error.direction
     node = next((node for node in tape.computed if (node.site.module, node.site.direction) == place), None)
-    if node is None or (found := recompute(replay, node.number)).kind != OVERFLOW:
+    if node is None or (wide := recompute(replay, node.number)).kind != OVERFLOW:
         return error
-    detail = f"{found.numbers}; infinities here become finite again, and wrong"
+    detail = f"{wide.numbers}; infinities here become finite again, and wrong"
     return Finding.at(node.site, OVERFLOW, error.format, detail=detail)
 
 

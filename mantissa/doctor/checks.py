@@ -48,7 +48,7 @@ class Check:
     after: frozenset[Sort] | None = None
     """The faults after which it is made; after others it says nothing new. None: after any."""
     always_measures: bool = False
-    """Whether it is made after others, too, for its table: what it finds then is not told."""
+    """Whether it is made after others, too, for its table alone."""
     of_cured: bool = False
     """Whether it examines the step that is cured of the faults before it."""
     unplaced: str = ""
@@ -72,9 +72,12 @@ class Check:
 
 NOTHING: frozenset[Sort] = frozenset()
 TABLE = (
+    # Compiled code beside eager code: of use only where nothing else is wrong.
     Check(SWEEP, compiled, COMPILED, after=NOTHING, only_compiled=True),
+    # What operators run in, and whether gradients arrive.
     Check("manifest", manifest, needs=frozenset({RUNS})),
     Check("gradients", gradients),
+    # What 16 bits cannot hold: gradients, data, results.
     Check(
         "range",
         fp16_range,
@@ -86,6 +89,7 @@ TABLE = (
     Check("data", data, after=frozenset({STORED}), only_half=True),
     Check("modules", module_errors, after=frozenset({STORED}), unplaced=ERROR, finds_half=True),
     Check("modules", whole_gradients, "whole gradients", after=frozenset({STORED}), unplaced=ERROR, finds_half=True),
+    # What training loses.
     Check("updates", updates, only_half_weights=True),
     Check("state", state_updates),
     Check("divergence", divergence, after=frozenset({LOST_UPDATES}), of_cured=True, unplaced=DIVERGENCE),

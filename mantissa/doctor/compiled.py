@@ -33,7 +33,7 @@ def compiled(step: Step, budget: Budget) -> Examined:
     agrees = difference <= ALLOWED * noise  # NaN does not
     trial = FormatTrial("inductor", status=OK if agrees else DIFFERS, why=why)
     cure = Cure(step.remedies.eager, replace(step, compiles=False))
-    finding = Finding(DIFFERENCE, FORWARD, "", trial.name, detail=why, cures=(cure,))
+    finding = Finding(DIFFERENCE, FORWARD, "", trial.name, detail=why, candidates=(cure,))
     return Examined(rows=(trial,), findings=() if agrees else (finding,))
 
 

@@ -35,7 +35,7 @@ _TRAINED = 8
 """Following steps that a cure must train."""
 _HEADROOM = 2.0
 """Factor by which results in fp16 must stay below the largest number, where an overflow is cured."""
-_PART = "cures"
+CURES = "cures"
 """Name of the part of an examination."""
 
 
@@ -68,7 +68,7 @@ class Trial:
 
     def is_gone(self, step: Step) -> bool:
         """Return whether the check no longer reports the finding of a step, nor what it did not report before."""
-        if not self.budget.goes_on(_PART):
+        if not self.budget.goes_on(CURES):
             return False
         try:
             keys = {finding.key for finding in self.again(step).findings}
@@ -173,7 +173,7 @@ class Islands(Cure):
     minimal: bool = True
     """Whether every module was tried to be left out."""
     own: list[str]
-    """Modules of the run, which stay."""
+    """Modules that the run has in fp32 already."""
     cost: str = ""
     """Memory that they add to a step; empty: it was not measured."""
 
@@ -204,6 +204,7 @@ def find_islands(step: Step, trial: Trial) -> Iterator[Islands]:
     next_ones = [finding.module]
     while next_ones and all(next_ones) and goes_on():
         for module in next_ones:
+            # In the place of those that are inside of it.
             modules = [*(name for name in modules if not f"{name}.".startswith(f"{module}.")), module]
         next_ones = [_outside_of(modules, module) for module in faults(modules)]
     if next_ones:
@@ -244,6 +245,8 @@ def _broken_module(step: Step, modules: list[str], tried_on: list[list[Batch]], 
         replay = step.as_run()
     except FormatError:  # a module that is never called, such as the output projection of torch's attention
         return modules[-1]
+
+    # What is nearest to the largest number, beside what is beyond it.
     nearest = ""
 
     def note(op: Op) -> None:
@@ -251,9 +254,9 @@ def _broken_module(step: Step, modules: list[str], tried_on: list[list[Batch]], 
         if not nearest and op.place[1] == FORWARD and _is_near_largest(op):
             nearest = op.place[0]
 
+    # This step, and some that follow.
     for microbatches in tried_on:
-        replay.microbatches = microbatches
-        nearest = ""
+        replay, nearest = replay.of(step.with_microbatches(microbatches)), ""
         try:
             with Trace(replay.model, note):
                 nonfinite = bool(replay.run_with_backoff().nonfinite)
@@ -294,10 +297,8 @@ def _cost(step: Step, other: Step) -> str:
 
 
 def places(step: Step, trial: Trial) -> Iterator[Cure]:
-    """Yield what may cure a fault that shows nowhere, with the place.
-
-    Such are operators outside of all submodules, casts of a line, submodules, or operators, in this order.
-    """
+    """Yield what may cure a fault that shows nowhere, with the place, from the smallest change to the largest."""
+    # Operators outside of all submodules: together, then one alone.
     operators = in_half(step)
     inside = {name for name, module in operators if module}
     outside = {name: str(line or "") for (name, _), line in operators.items() if name not in inside}
@@ -307,13 +308,16 @@ def places(step: Step, trial: Trial) -> Iterator[Cure]:
             yield operator_cure(step, [name], {"line": line})
         yield together
 
+    # Casts of a line.
     yield from cast_cures(step)
 
+    # Submodules.
     names = _innermost(step, trial)
     if names:
         line = str(line_of_error(step, names[-1]) or "")
         yield module_cure(step, names, {"module": ", ".join(names), "line": line})
 
+    # Operators, wherever they are.
     for name in dict.fromkeys(name for name, _ in operators):
         yield operator_cure(step, [name], {"line": str(line_of_error(step, "") or "")})
 
@@ -324,6 +328,7 @@ def _innermost(step: Step, trial: Trial) -> list[str]:
     Of several that each cure it alone, that is the one that returns last: the others hand on fp32 numbers, in which it
     then computes.
     """
+    # In which order modules return.
     replay = step.as_run()
     order: list[str] = []
     replay.forward(Trace(replay.model, returned=lambda name, *_: order.append(name)))
@@ -333,6 +338,7 @@ def _innermost(step: Step, trial: Trial) -> list[str]:
     def suffice(names: list[str]) -> bool:
         return trial.is_gone(step.in_fp32([*left, *innermost, *names]))
 
+    # From the whole model inwards.
     while left:
         name = left.pop()
         inner = [f"{name}.{child}".lstrip(".") for child, _ in replay.model.get_submodule(name).named_children()]

@@ -29,7 +29,7 @@ def data(step: Step, budget: Budget) -> Examined:
         columns = rounded_data(step, _LOST_DATA, columns=True)
         return Examined(notes=(columns.detail,) if columns else ())
     cures = (module_cure(step, [finding.module]),) if finding.module else ()
-    return Examined(findings=(replace(finding, cures=cures),))
+    return Examined(findings=(replace(finding, candidates=cures),))
 
 
 def rounded_data(step: Step, share: float = _SIGNAL, columns: bool = False) -> Finding | None:
@@ -38,7 +38,7 @@ def rounded_data(step: Step, share: float = _SIGNAL, columns: bool = False) -> F
     With ``columns`` those of a table are judged, each alone.
     """
     replay = step.as_run()
-    batch = replay.microbatches[0]
+    batch = step.microbatches[0]
     judged = {
         name: tensor
         for name, tensor in batch.items()

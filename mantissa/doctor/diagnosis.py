@@ -14,7 +14,7 @@ import torch
 
 from mantissa.doctor.budget import Budget, Say
 from mantissa.doctor.checks import CHECKS, COMPILED, EXACT, FINITE, ISLANDS, RUNS, SWEEP, TABLE, Check
-from mantissa.doctor.cures import Islands, Trial, line_of_error, places, search
+from mantissa.doctor.cures import CURES, Islands, Trial, line_of_error, places, search
 from mantissa.doctor.finding import (
     CRASH,
     DOMAIN,
@@ -75,10 +75,10 @@ class TakenStep:
 
 @dataclass(frozen=True)
 class Fault:
-    """What a check found, paired with the cures that hold."""
+    """What a check reported, paired with the cures that hold."""
 
     trial: Trial
-    """Tries its cures, on the check that found it."""
+    """Tries its cures, on the check that reported it."""
     half: bool = False
     """Whether fp32 in some places may cure it."""
     held: tuple[Cure, ...] = ()
@@ -86,21 +86,21 @@ class Fault:
     """Where it is by what it is gone without, though that does not train on."""
 
     @property
-    def found(self) -> Finding:
-        """What the check found."""
+    def reported(self) -> Finding:
+        """What the check reported, with candidates."""
         return self.trial.finding
 
     @property
     def finding(self) -> Finding:
-        """The same with the cures that hold, as it is told."""
+        """The same with the cures that hold, and the place that they say, for the report."""
         at = dict(item for cure in self.held for item in cure.at.items()) or self.at
-        texts = (*self.found.cure, *(cure.text for cure in self.held))
-        return replace(self.found, **at, cure=texts, cures=())
+        texts = (*self.reported.cure, *(cure.text for cure in self.held))
+        return replace(self.reported, **at, cure=texts, candidates=())
 
 
 @dataclass
 class Diagnosis:
-    """What was found in one step."""
+    """What the examination of one step says so far."""
 
     taken: TakenStep
     budget: Budget
@@ -116,14 +116,14 @@ class Diagnosis:
     """Checks that were not to be made."""
 
     @property
-    def told(self) -> list[Finding]:
-        """The faults of the step, with their cures."""
+    def known(self) -> list[Finding]:
+        """The faults of the step that are known so far, with their cures."""
         return [fault.finding for fault in self.faults]
 
     @property
     def findings(self) -> list[Finding]:
         """The faults of the step, and the checks that crashed."""
-        return [*self.told, *self._crashes()]
+        return [*self.known, *self._crashes()]
 
     def _crashes(self) -> Iterator[Finding]:
         for part, trace in self.budget.crashes.items():
@@ -217,31 +217,38 @@ def _sweep(result: Diagnosis) -> None:
     result.notes += sweep.notes
     if sweep.as_run is not None and sweep.as_run.status == OK:
         result.step = taken.step.at_scale(sweep.as_run.scale)
-    for finding in sweep.findings:  # of which nothing is left where the step is finite
-        trial = Trial(finding, frozenset(), lambda step: Examined(), result.budget)
+    for finding in sweep.findings:
+        trial = Trial(finding, frozenset(), _finite_alone, result.budget)
         result.faults.append(_tried(result, Fault(trial, sweep.half)))
+
+
+def _finite_alone(step: Step) -> Examined:
+    """Report nothing: of the sweep's fault nothing is left where a step is finite, as any cure has to be."""
+    return Examined()
 
 
 def _is_wanted(result: Diagnosis, check: Check) -> bool:
     """Return whether a check has something to say of a step, after the faults that are known."""
-    new = check.always_measures or check.is_after(result.told)
+    new = check.always_measures or check.is_after(result.known)
     return new and check.needs <= result.facts and check.applies_to(result.step)
 
 
 def _make(result: Diagnosis, check: Check) -> None:
     """Make a check, and pair what it finds with the cures that hold."""
+    # Make it; of some only the table is wanted.
     budget, part, step = result.budget, check.part or check.name, _step_for(result, check)
     examined = budget.run(part, partial(check.find, step, budget))
     if examined is None:
         return
     result.examined[part] = examined
     result.notes += examined.notes
-    if not check.is_after(result.told):  # its table alone is wanted
+    if not check.is_after(result.known):
         return
 
+    # Every fault, with the cure that holds. One line of code is named once.
     again = examined.again or (lambda other: check.find(other, budget))
     keys = frozenset(finding.key for finding in examined.findings)
-    lines = {finding.line for finding in result.told if finding.line}  # each is named once
+    lines = {finding.line for finding in result.known if finding.line}
     for finding in examined.findings:
         if finding.line not in lines:
             trial = Trial(finding, keys - {finding.key}, again, budget)
@@ -259,14 +266,14 @@ def _step_for(result: Diagnosis, check: Check) -> Step:
 
 def _tried(result: Diagnosis, fault: Fault) -> Fault:
     """Return a fault with the first of the cures that its check knows, if one holds."""
-    cures, trial = fault.found.cures, fault.trial
-    held = result.budget.run("cures", partial(trial.first, cures)) if cures else None
+    cures, trial = fault.reported.candidates, fault.trial
+    held = result.budget.run(CURES, partial(trial.first, cures)) if cures else None
     return replace(fault, held=tuple(held or ()))
 
 
 def _placed(step: Step, fault: Fault) -> Fault:
     """Return a fault that shows nowhere, with the place where a cure of it changes something."""
-    held, at = fault.trial.place(chain(fault.found.cures, places(step, fault.trial)))
+    held, at = fault.trial.place(chain(fault.reported.candidates, places(step, fault.trial)))
     if not held and not at:
         at = {"line": str(line_of_error(step, "") or "")}
     return replace(fault, held=tuple(held), at=at)
@@ -278,11 +285,14 @@ _IN_HALF = (OVERFLOW, UNDERFLOW, SCALE, DOMAIN, ERROR, EXCEPTION)
 
 def _search(result: Diagnosis) -> None:
     """Search for what cures the first fault of 16 bits, where its check knows nothing."""
+    # What is searched for: the first such fault, if no cure of it is known.
     step, scales = result.step, result.range
-    of_half = (fault for fault in result.faults if fault.half and fault.found.kind in _IN_HALF)
+    of_half = (fault for fault in result.faults if fault.half and fault.reported.kind in _IN_HALF)
     fault = next(of_half, None)
     if fault is None or fault.finding.cure or step.format.half is None:
         return
+
+    # With which scale and format, and from which place.
     scale = scales.proposed if scales is not None else None
     trial = replace(fault.trial, finding=fault.finding)  # with its place
     held = result.budget.run(ISLANDS, partial(search, step, trial, scale, _other_format(result, fault.finding)))

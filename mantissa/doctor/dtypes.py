@@ -12,7 +12,7 @@ from mantissa.display import counted, dtype_name
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.finding import DTYPE, Cure, Examined, Finding
 from mantissa.formats import FP32, plain
-from mantissa.step.step import Replay, Step
+from mantissa.step.step import Batch, Replay, Step
 from mantissa.step.trace import CAST, FORWARD, PRODUCTS, DtypeRecorder, Op, Row, Site, Trace
 
 NO_CAST = "no cast to 16 bits in this line"
@@ -25,12 +25,14 @@ def manifest(step: Step, budget: Budget) -> Examined:
     requested, and a sum of the loss that is not fp32.
     """
     replay = step.as_run()
-    replay.microbatches = step.first_samples()
+    few = step.first_samples()
     with DtypeRecorder(replay.model, _weights_in_fp32(replay)) as recorder:
-        replay.run()
+        replay.run(few)
+
+    # Whatever was to be fp32: modules, operators, weights, the sum of the loss.
     rows = sorted(recorder.rows())
     findings = [*_modules_in_half(replay, rows), *_bypassed(replay, recorder.casts), *_operators_in_half(replay, rows)]
-    findings += [*stored_in_half(step), *_loss(replay), *_casts_in_fp32(replay)]
+    findings += [*stored_in_half(step), *_loss(replay, few[0]), *_casts_in_fp32(replay)]
     return Examined(findings=tuple(findings), rows=tuple(rows))
 
 
@@ -39,7 +41,7 @@ def _within(module: str, names: Iterable[str]) -> bool:
 
 
 def _finding(step: Step, module: str, op: str, dtype: str, detail: str, *cures: Cure) -> Finding:
-    return Finding(DTYPE, FORWARD, module, step.format.name, op, dtype, detail=detail, cures=cures)
+    return Finding(DTYPE, FORWARD, module, step.format.name, op, dtype, detail=detail, candidates=cures)
 
 
 def _weights_in_fp32(replay: Replay) -> dict[int, str]:
@@ -119,10 +121,10 @@ def stored_in_half(step: Step) -> list[Finding]:
     return findings
 
 
-def _loss(replay: Replay) -> list[Finding]:
+def _loss(replay: Replay, batch: Batch) -> list[Finding]:
     """Return a finding where the summed loss is in 16 bits."""
     replay.start()
-    dtype = replay.loss(replay.microbatches[0]).dtype
+    dtype = replay.loss(batch).dtype
     if dtype.itemsize > 2 or not replay.step.sums_loss:
         return []
     detail = f"the summed loss is {dtype_name(dtype)}: sum it in fp32"

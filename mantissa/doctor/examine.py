@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mantissa.doctor.budget import Say
 from mantissa.doctor.diagnosis import CHECKS, Diagnosis, TakenStep, diagnose
 from mantissa.doctor.finding import Finding
 from mantissa.doctor.report import lines, opening, write_report
@@ -82,7 +83,7 @@ def examine(
     failed: bool = False,
     checks: Sequence[str] = CHECKS,
     time_budget_s: float = 60,
-    say: Callable[[str], None] = lambda part: None,
+    say: Say = lambda part: None,
 ) -> Report:
     """Take a training step in every format, and say what is not finite, what is wrong, where, and what cures it.
 
@@ -220,7 +221,7 @@ def take(step: Step, failed: bool = False, began: str = "its beginning") -> Take
         )
     skipped = not all(map(finite, gradients))
     return TakenStep(
-        step if skipped else step.at_scale(replay.scale),  # to which a scaler backs off at this step
+        step if skipped else step.at_scale(replay.scale),  # to which its scaler backs off
         began,
         loss=loss,
         grad_norm=_size(gradients) * result.correction / replay.scale if gradients else math.nan,

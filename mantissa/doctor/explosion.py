@@ -52,13 +52,16 @@ def explosion(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding 
     # Most often it learns: then nothing is trained again.
     if not _explodes(exact, exact[:1]) and _learned(exact, exact[:3]) > _CLEAR_PROGRESS:
         return None
+
+    # It has no other cause where it learns beside weights that stand still.
     still = losses_of(step.at_rate(0.0).reference(), batches)
     explodes = _explodes(exact, still)
     if not explodes and _learned(exact, still) > _NO_PROGRESS:
         return None
 
+    # What happens, in words.
     broken = (~exact.isfinite()).nonzero()
-    peak = f" (at most {exact.max():.4g})" * explodes  # from which it may have come back
+    peak = f" (at most {exact.max():.4g})" if explodes else ""  # from which it may have come back
     last = f"{exact[-1]:.4g}{peak}" if not len(broken) else f"not finite at step {step.number + int(broken[0])}"
     went = f"in {dtype_name(step.exact_dtype)} the loss goes from {exact[0]:.4g} to {last} in {len(exact)} steps"
 
@@ -78,6 +81,7 @@ def explosion(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding 
 
 def _causes(step: Step, batches: list[list[Batch]], explodes: bool) -> Iterator[_Cause]:
     """Yield what may be the cause, the likeliest first."""
+    # What the optimizer has kept of earlier steps.
     if step.moments:
         name, key, times = _largest_state(step)
         state = f"{key} of {name}"
@@ -87,14 +91,17 @@ def _causes(step: Step, batches: list[list[Batch]], explodes: bool) -> Iterator[
         finding = _finding(MOMENT, detail, step.remedies.fresh_state, name.rpartition(".")[0], state)
         yield _Cause(finding, step.with_fresh_state(), batches)
 
+    # Samples that are far larger than others.
     if explodes and (sample := find_outlier(batch for microbatches in batches for batch in microbatches)):
         number = step.number + sample.batch // len(batches[0])
         detail = f"with usual samples in the place of such; in step {number}, {sample}"
         finding = _finding(INPUT, detail, f"leave out {sample.place}, and others like it", tensor=sample.place)
         yield _Cause(finding, step, [list(map(without_outliers, microbatches)) for microbatches in batches])
 
+    # A factor of the loss.
     yield from _factors(step, batches, explodes)
 
+    # The learning rate.
     for rate in _RATES if explodes else _RATES[:2]:
         finding = _finding(RATE, f"with {rate:g} times the learning rate", step.remedies.rate(rate))
         yield _Cause(finding, step.at_rate(rate), batches)

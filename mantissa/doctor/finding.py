@@ -79,8 +79,8 @@ class Finding:
     """The weight, the buffer, or the batch's tensor and sample that is at fault; empty: none is."""
     line: str = ""
     """Line of the forward code: file, number and text; empty: it is not known."""
-    cures: tuple[Cure, ...] = field(default=(), repr=False, compare=False)
-    """What may cure it, the cheapest first. The first that holds becomes ``cure``."""
+    candidates: tuple[Cure, ...] = field(default=(), repr=False, compare=False)
+    """What may cure it, the cheapest first. The first that holds becomes a ``cure`` of the diagnosis's finding."""
 
     @classmethod
     def at(cls, site: Site, kind: str, format: str, **fields: Any) -> Finding:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mantissa.display import dtype_name
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.cures import scale_cures
 from mantissa.doctor.finding import SCALE, UNDERFLOW, Examined, Finding
@@ -20,6 +21,7 @@ from mantissa.step.step import LEAST_SCALE, Batch, Replay, Step
 from mantissa.step.trace import BACKWARD, DtypeRecorder
 from mantissa.tensors import numbers_in, relative_error
 
+_FP16 = dtype_name(FP16.dtype)
 LOWEST, HIGHEST = -75, 30
 """The smallest and the largest exponent, floor(log2(|g|)), that is counted. What is beyond is counted with these."""
 _BINS = HIGHEST - LOWEST + 1
@@ -118,7 +120,7 @@ class Range(Examined):
 
 
 def fp16_range(step: Step, budget: Budget) -> Range:
-    """Return the range of a step's gradients: those of layers, which are submodules with parameters of their own.
+    """Return the range of a step's gradients: those of layers, which are submodules that have parameters themselves.
 
     A weight gradient that changes by half or more where weights change by one rounding is noise, and is not judged.
     """
@@ -168,9 +170,9 @@ def _finding(layer: Exponents, largest: Exponents, scale: float, limits: Range, 
     if needed > highest:
         place = f"{largest.module} ({largest.tensor}, up to {largest.amax:.2g})"
         detail += f"; it needs 2^{needed}, and above 2^{highest} the gradient of {place} overflows"
-        return Finding(SCALE, BACKWARD, layer.module, step.format.name, dtype="float16", detail=detail)
+        return Finding(SCALE, BACKWARD, layer.module, step.format.name, dtype=_FP16, detail=detail)
     cures = scale_cures(step, limits.proposed)
-    return Finding(UNDERFLOW, BACKWARD, layer.module, step.format.name, dtype="float16", detail=detail, cures=cures)
+    return Finding(UNDERFLOW, BACKWARD, layer.module, step.format.name, dtype=_FP16, detail=detail, candidates=cures)
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -185,8 +187,8 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
 def _exponents(reference: Replay, microbatches: list[Batch]) -> list[Exponents]:
     """Take the step, or a part of it, in the reference, and count its gradients as the run divides the loss."""
     layers: dict[tuple[str, str], Exponents] = {}
-    reference.microbatches = microbatches
     share = reference.step.share(microbatches)
+    replay = reference.of(reference.step.with_microbatches(microbatches))
 
     def of(module: str, tensor: str) -> Exponents:
         return layers.setdefault((module, tensor), Exponents(module, tensor))
@@ -207,7 +209,7 @@ def _exponents(reference: Replay, microbatches: list[Batch]) -> list[Exponents]:
             for part, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad:
                     hooks.callback(parameter.register_hook(partial(count, name, part)).remove)
-        gradients = reference.run().gradients
+        gradients = replay.run().gradients
     for name, gradient in gradients.items() if len(microbatches) > 1 else ():
         owner, _, part = name.rpartition(".")
         if layer := layers.get((owner, part)):  # the sum over microbatches may be larger than each
@@ -220,19 +222,16 @@ def _in_fp16(low: Replay) -> set[str]:
     weights = dict(low.model.named_parameters(remove_duplicate=False))
     recorder = DtypeRecorder(low.model, {weight.data_ptr(): name for name, weight in weights.items()})
     low.forward(recorder)
-    cast = {weight for (weight, _), dtype in recorder.casts.items() if dtype == "float16"}
+    cast = {weight for (weight, _), dtype in recorder.casts.items() if dtype == _FP16}
     half = {name for name, weight in weights.items() if weight.dtype == torch.float16 or name in cast}
     outputs = [module for module, dtypes in recorder.outputs.items() if dtypes[torch.float16]]
     return half | {Exponents(module, "output").name for module in outputs}
 
 
 def _noise(reference: Replay, few: list[Batch]) -> set[str]:
-    """Return the weights whose gradients are noise: they change where weights change by one rounding of fp16.
-
-    The reference keeps those weights.
-    """
-    reference.microbatches = few
-    exact = reference.true_gradients()
-    reference.perturb(FP16.unit_roundoff, 0)
-    other = reference.true_gradients()
+    """Return the weights whose gradients are noise: they change where weights change by one rounding of fp16."""
+    replay = reference.of(reference.step.with_microbatches(few))
+    exact = replay.true_gradients()
+    replay.perturb(FP16.unit_roundoff, 0)
+    other = replay.true_gradients()
     return {name for name, gradient in exact.items() if not relative_error(other[name], gradient) < NOISE}

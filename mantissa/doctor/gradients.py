@@ -148,7 +148,7 @@ def _cast(step: Step, exact: ReplayResult) -> list[Finding]:
     for cast in casts:
         other = other.without_casts(cast.line)
     kind, cures = UNDERFLOW if share else ERROR, (Cure(NO_CAST, other),)
-    return [Finding.at(casts[0], kind, FP32.name, direction=BACKWARD, detail=detail, cures=cures)]
+    return [Finding.at(casts[0], kind, FP32.name, direction=BACKWARD, detail=detail, candidates=cures)]
 
 
 def _disproportionate(replay: Replay, names: list[str]) -> list[str]:

@@ -58,9 +58,6 @@ _ORDERS = ("topk", "sort", "argmax", "argmin", "nms")
 """Operators, by their bare names, that choose or order by size."""
 _HARM_OF_FEW, _FEW = 0.25, 16
 """Relative error of a step's gradients of up to so many elements from which on an error in a module does harm."""
-_WRONG, _WRONG_LOSS, _SHARE, _PERTURBATIONS = 0.5, 0.25, 1e-3, 2
-"""Relative errors from which on a gradient of the step, and its loss, are wrong; the share of the whole gradient's norm
-that a parameter's must have; how often weights and inputs are perturbed."""
 _GRADIENT_SCALES = (0, 8, -8)
 """Exponents to try in fp16, where a gradient's largest element is made 2 to that power: what one of them fixes is the
 loss scale's matter."""
@@ -177,7 +174,7 @@ def harmful_errors(step: Step) -> Examined:
         return local
     with without_dropout():
         exact, low = step.reference().true_gradients(), step.as_run()
-        errors = _errors(low.true_gradients(), exact)
+        errors = gradient_errors(low.true_gradients(), exact)
     # The error from which on a gradient is wrong; that of few elements is that of their sums by chance.
     wrong = {name: e for name, e in errors.items() if e > (HARM if exact[name].numel() > _FEW else _HARM_OF_FEW)}
 
@@ -196,8 +193,8 @@ def harmful_errors(step: Step) -> Examined:
         for finding in local.findings
         if finding not in harmful
     )
-    told = tuple(finding for finding in local.findings if finding in harmful)
-    return replace(local, findings=told, notes=local.notes + harmless)
+    named = tuple(finding for finding in local.findings if finding in harmful)
+    return replace(local, findings=named, notes=local.notes + harmless)
 
 
 def _fixes(step: Step, modules: list[str], wrong: dict[str, float], exact: Gradients) -> bool:
@@ -205,12 +202,13 @@ def _fixes(step: Step, modules: list[str], wrong: dict[str, float], exact: Gradi
     fixed: dict[str, float] = {}
     if wrong and all(modules) and step.format.half is not None:
         with suppress(FormatError, RuntimeError), without_dropout():
-            fixed = _errors(step.in_fp32(modules).as_run().true_gradients(), exact)
+            fixed = gradient_errors(step.in_fp32(modules).as_run().true_gradients(), exact)
     return any(fixed.get(name, 0.0) < e / 2 for name, e in wrong.items())
 
 
-def _errors(gradients: Gradients, exact: Gradients) -> dict[str, float]:
-    return {name: relative_error(each, exact[name]) for name, each in gradients.items() if name in exact}
+def gradient_errors(gradients: Gradients, exact: Gradients) -> dict[str, float]:
+    """Return the relative error of each gradient of a step that the reference has, too."""
+    return {name: relative_error(gradient, exact[name]) for name, gradient in gradients.items() if name in exact}
 
 
 # --- one call ---
@@ -278,7 +276,7 @@ class _Comparison:
         # Of columns that share scales, how many numbers come out far too small.
         rows = []
         for direction, name, exact, low in operands:
-            exact, low = (each.detach().abs().unflatten(-1, (-1, _COLUMNS)).flatten(0, -3) for each in (exact, low))
+            exact, low = (side.detach().abs().unflatten(-1, (-1, _COLUMNS)).flatten(0, -3) for side in (exact, low))
             there = exact != 0
             lost = there & ~((low >= exact / 2) & low.isfinite())
             shares = lost.sum((0, 2)) / there.sum((0, 2)).clamp(min=1)
@@ -386,13 +384,13 @@ class _Comparison:
 @contextmanager
 def _rounded_weights(module: nn.Module, number: Number) -> Iterator[None]:
     """Round a module's parameters for a while."""
-    own = [(parameter, parameter.data) for parameter in module.parameters()]
+    before = [(parameter, parameter.data) for parameter in module.parameters()]
     try:
-        for parameter, data in own:
+        for parameter, data in before:
             parameter.data = rounded(data, number)
         yield
     finally:
-        for parameter, data in own:
+        for parameter, data in before:
             parameter.data = data
 
 

@@ -57,7 +57,8 @@ def without_outliers(batch: Batch) -> Batch:
 
 def samples(rows: list[int]) -> str:
     """Return samples in words."""
-    return f"sample{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:4]))}{', …' * (len(rows) > 4)}"
+    shown, more = ", ".join(map(str, rows[:4])), ", …" if len(rows) > 4 else ""
+    return f"{'samples' if len(rows) > 1 else 'sample'} {shown}{more}"
 
 
 def _far(tensor: Tensor) -> tuple[list[int], Tensor, float]:

@@ -15,6 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
+_Function = Callable[..., Any]
+"""A function that checkpointing runs and runs again."""
+
 
 @contextmanager
 def without_dropout(recomputes: bool = True) -> Iterator[None]:
@@ -27,21 +30,21 @@ def without_dropout(recomputes: bool = True) -> Iterator[None]:
     # checkpointing calls in the backward pass has to enter it again, and torch has no public place for that: its two
     # kinds of checkpoint are replaced by private name, the reentrant one a function of autograd, the other a generator,
     # of which later releases of torch have several.
-    own, apply = vars(checkpoint), checkpoint.CheckpointFunction.apply
+    private, apply = vars(checkpoint), checkpoint.CheckpointFunction.apply
 
-    def again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def again(function: _Function, *args: Any, **kwargs: Any) -> Any:
         with NoDropout():
             return function(*args, **kwargs)
 
-    def reentrant(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+    def reentrant(function: _Function, preserve: bool, *args: Any) -> Any:
         return apply(functools.partial(again, function), preserve, *args) if recomputes else function(*args)
 
-    def around(generator: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+    def around(generator: Any, function: _Function, *args: Any, **kwargs: Any) -> Iterator[None]:
         return generator(functools.partial(again, function), *args, **kwargs) if recomputes else (None for _ in "1")
 
-    names = [name for name in own if name.startswith("_checkpoint_without_reentrant_generator")]
-    changed = {name: functools.partial(around, own[name]) for name in names}
-    with patch.dict(own, changed, CheckpointFunction=SimpleNamespace(apply=reentrant)), NoDropout():
+    names = [name for name in private if name.startswith("_checkpoint_without_reentrant_generator")]
+    changed = {name: functools.partial(around, private[name]) for name in names}
+    with patch.dict(private, changed, CheckpointFunction=SimpleNamespace(apply=reentrant)), NoDropout():
         yield
 
 

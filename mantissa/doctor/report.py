@@ -113,7 +113,7 @@ def _tables(diagnosis: Diagnosis) -> dict[str, list[dict[str, Any]]]:
 
 def _row(finding: Finding) -> dict[str, Any]:
     """Return a finding as JSON holds it."""
-    return {of.name: getattr(finding, of.name) for of in fields(finding) if of.name != "cures"}
+    return {of.name: getattr(finding, of.name) for of in fields(finding) if of.name != "candidates"}
 
 
 def write_report(

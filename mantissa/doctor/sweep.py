@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from mantissa.display import dtype_name
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.cause import find_exception, find_origin
 from mantissa.doctor.dtypes import stored_in_half
@@ -16,7 +17,7 @@ from mantissa.doctor.fp16_range import fp16_range
 from mantissa.errors import FormatError, described, is_out_of_memory
 from mantissa.formats import BF16, FP32, TF32, Format, plain
 from mantissa.step.step import Replay, Step
-from mantissa.step.trace import BACKWARD, FORWARD
+from mantissa.step.trace import BACKWARD, FORWARD, HALF
 
 OK, BREAKS, RAISES, DIFFERS, LEFT_OUT = "ok", "BREAKS", "RAISES", "DIFFERS", "left out"
 DIFFERENT = 0.01
@@ -33,7 +34,7 @@ class FormatTrial:
     scales: tuple[float, ...] = (1.0,)
     """Loss scales to try in this order, until one is finite."""
     scaler: bool = False
-    """Whether they are told apart from the format without a scaler."""
+    """Whether the step is tried without a scaler, too, in a trial of its own."""
     status: str = ""
     nonfinite: tuple[str, ...] = ()
     scale: float = 1.0
@@ -104,11 +105,11 @@ def format_sweep(step: Step, budget: Budget, loss: float | None, failed: bool) -
 
     Args:
         step: the step.
-        budget: of the examination; fp32 and the run's own format are always tried.
+        budget: of the examination; fp32 and the run's format are always tried.
         loss: of the step, if it was taken as the run takes it, and is finite; None: it is taken here.
         failed: whether the run itself ended at this step.
     """
-    # One format after another, the run's own last.
+    # One format after another, the run's last.
     *others, as_run = _formats(step)
     trials = [_taken(step, trial, budget, trial.format is plain(FP32)) for trial in others]
     if loss is not None:
@@ -138,10 +139,11 @@ def format_sweep(step: Step, budget: Budget, loss: float | None, failed: bool) -
 
 
 def _formats(step: Step) -> list[FormatTrial]:
-    """Return the formats up to the run's own, on fp32 weights; then, where it is another, what the run does.
+    """Return the formats up to the run's, on fp32 weights; then, where it is another, what the run does.
 
-    That has its own stored weights, its fp32 modules and operators.
+    That has its stored weights, its fp32 modules and operators.
     """
+    # Formats with more bits.
     as_run, scales = step.format, tuple(step.scales)
     fp32, tf32, bf16, basic = plain(FP32), plain(TF32), plain(BF16), plain(as_run.number)
     formats = [FormatTrial("fp64"), FormatTrial(fp32.name, fp32)]
@@ -149,6 +151,8 @@ def _formats(step: Step) -> list[FormatTrial]:
         formats.append(FormatTrial(tf32.name, tf32))
     if as_run.half is None:
         return formats
+
+    # Those with 16 bits, without a scaler and with one.
     if basic is not bf16 and step.available(bf16):
         formats.append(FormatTrial(bf16.name, bf16))
     formats.append(FormatTrial(basic.name, basic))
@@ -176,6 +180,7 @@ def _taken(step: Step, trial: FormatTrial, budget: Budget, always: bool) -> Form
 
 def _at_fault(sweep: Sweep, step: Step, broken: FormatTrial, budget: Budget) -> Sweep:
     """Return a sweep with the fault of the first format that breaks, and what that says of precision."""
+    # An error that fp32 raises, too, is no matter of the format.
     fp32, notes = sweep.of(plain(FP32)), []
     assert fp32 is not None
     name, half = broken.name, broken is not fp32
@@ -183,15 +188,18 @@ def _at_fault(sweep: Sweep, step: Step, broken: FormatTrial, budget: Budget) -> 
         name, half = fp32.name, False
         notes.append("fp32 raises it, too, so precision is not the cause")
 
+    # Which operator, at which line.
     def cause() -> Finding | None:
         replay = broken.replay(step, broken.scale)
         return find_exception(replay, name) if broken.status == RAISES else find_origin(replay, name)
 
     finding = budget.run("cause", cause, always=True) or _unlocated(broken, name)
+
+    # What wider formats say of it.
     wider = sweep.trials[0] if broken is fp32 else fp32
     if finding.kind == DOMAIN and wider.status == OK:
         notes.append(f"{wider.name} does not round what it is given, and is finite")
-    if broken is fp32 and finding.dtype in ("float16", "bfloat16"):
+    if broken is fp32 and finding.dtype in map(dtype_name, HALF):
         notes.append("the code casts to 16 bits where the format is fp32")
     elif broken is fp32 and finding.kind not in (INPUT, EXCEPTION):
         why = "it is the data, the learning rate or the model"
@@ -226,7 +234,7 @@ def _at_first_scale(step: Step, as_run: FormatTrial, budget: Budget) -> tuple[Fi
     if fits is False:  # a scale that loses gradients is no cure
         return (finding,)
     text = f"{step.remedies.scale(as_run.scale)}, at which this step is finite"
-    return (replace(finding, cures=(Cure(text, step.at_scale(as_run.scale)),)),)
+    return (replace(finding, candidates=(Cure(text, step.at_scale(as_run.scale)),)),)
 
 
 _NO_HALF = "torch's GradScaler takes no gradients in float16"

@@ -31,6 +31,8 @@ class Outside(NamedTuple):
 
     name: str
     tensor: Tensor
+    in_batch: bool
+    """Whether it is a tensor of the batch."""
 
     @property
     def is_mask(self) -> bool:
@@ -77,13 +79,15 @@ class Tape:
     Results are known again by their storage: a view of one that is not finite leads to the operator that wrote it.
 
     Args:
-        outside: tensors from outside by name (weights, buffers, data), to name those that are not finite.
+        model: weights and buffers by name, to name those that are not finite.
+        data: the batch's tensors by name.
     """
 
-    def __init__(self, outside: Iterable[tuple[str, Tensor]] = ()) -> None:
-        outside = list(outside)
-        self._names = {storage(tensor): name for name, tensor in outside}
-        self._weights = {storage(tensor) for _, tensor in outside if isinstance(tensor, nn.Parameter)}
+    def __init__(self, model: Iterable[tuple[str, Tensor]] = (), data: Iterable[tuple[str, Tensor]] = ()) -> None:
+        model, data = list(model), list(data)
+        self._names = {storage(tensor): name for name, tensor in [*model, *data]}
+        self._weights = {storage(tensor) for _, tensor in model if isinstance(tensor, nn.Parameter)}
+        self._data = {storage(tensor) for _, tensor in data}
         self.computed: list[Node] = []
         """Operators that computed something not finite from finite inputs, harmful or not."""
         self._written: dict[int, list[Node]] = {}
@@ -97,19 +101,24 @@ class Tape:
             key = storage(result)
             if not op.is_mutable and key in read:  # a view has no new values
                 continue
+
+            # What is finite leads nowhere, nor does what is not written yet.
             if op.bare_name in UNWRITTEN or finite(result):
                 if _is_whole(result):
                     self._written.pop(key, None)
                 continue
+
+            # What is not finite leads to what was, of its inputs and of what it changes in place.
             before = self._written.get(key, [])
             node = self._node(op, index, result)
-            if op.is_mutable:  # what was not finite before it was changed in place
+            if op.is_mutable:
                 node.sources += before
             if node.computes:
                 self.computed.append(node)
             self._written[key] = [*([] if _is_whole(result) else before), node]
 
     def _node(self, op: Op, index: int, result: Tensor) -> Node:
+        # Its inputs that are not finite: of another operator, or from outside.
         sources: list[Node] = []
         outside: list[Outside] = []
         wrong_outside = False
@@ -120,14 +129,14 @@ class Tape:
             if key in self._written:
                 sources += self._written[key]
             else:
-                outside.append(Outside(self._names.get(key, "the data"), tensor))
+                outside.append(Outside(self._names.get(key, "the data"), tensor, key in self._data))
                 wrong_outside |= key in self._weights or not outside[-1].is_mask
 
         # A mask is one that the code asks for, or one that was given and is only passed on.
         asked = any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in tree_leaves((op.args, op.kwargs)))
-        passed = bool(sources or outside) and all(source.given for source in sources) and not wrong_outside
-        passed = passed and op.bare_name not in _MIXING
-        given = (asked or passed) and not bool(result.isnan().any())
+        masked = bool(sources or outside) and all(source.given for source in sources) and not wrong_outside
+        passed_on = masked and op.bare_name not in _MIXING
+        given = (asked or passed_on) and not bool(result.isnan().any())
         return Node(op.number, index, op.site(result), given, sources, outside)
 
     def behind(self, outputs: Iterable[Tensor]) -> list[Node]:

@@ -78,6 +78,7 @@ def divergence(step: Step, budget: Budget) -> Examined:
         later = _broken_later(step, batches, broken, plain(FP32))
         return Examined(findings=(later,) if later else ())
 
+    # The format's losses, beside how far rounding alone takes those of the reference.
     weights = {name: weight.detach().clone() for name, weight in replay.model.named_parameters()}
     standard = _standard(step, batches, exact, weights)
     return replace(_judged(standard, step), again=partial(_judged, standard))
@@ -107,6 +108,7 @@ def _perturbed(step: Step, batches: list[list[Batch]], unit: float, seed: int) -
 
 def _judged(standard: _Standard, step: Step) -> Examined:
     """Train as a step says, and compare the losses with the standard's."""
+    # Where the loss leaves the spread.
     batches, exact, middle, limit = standard.batches, standard.exact, standard.middle, standard.limit
     replay = step.as_run()
     losses = losses_of(replay, batches)
@@ -122,6 +124,7 @@ def _judged(standard: _Standard, step: Step) -> Examined:
     if first is None and not worse:
         return Examined()
 
+    # A first loss that is off, while gradients are right and the model learns, does no harm.
     if first == 0 and not worse:
         low, wide = (
             torch.cat([gradient.flatten() for gradient in side.true_gradients().values()][:-1])  # without the loss
@@ -132,6 +135,7 @@ def _judged(standard: _Standard, step: Step) -> Examined:
             off = f"the loss differs from that of fp32 by {(losses - middle)[0]:.3g}, more than rounding explains"
             return Examined(notes=(f"{off}; its gradients agree within {error:.1%}, and it learns as much",))
 
+    # What happens, in words.
     if first is not None:
         away = (losses - middle)[first].item()
         effect = f"differs from that of fp32 by {away:.3g}" if math.isfinite(away) else "is not finite"
@@ -144,6 +148,7 @@ def _judged(standard: _Standard, step: Step) -> Examined:
             f"{dtype_name(step.exact_dtype)}, and to {losses[-third:].mean():.4g} here"
         )
 
+    # In fp32 the only cause is a weight whose updates are lost.
     if alone and (name := _stuck(replay, standard.weights, len(batches))):
         detail += f"; {name} moves by less than half of what it moves there: its updates are too small for its size"
         finding = Finding(LOST, UPDATE, name.rpartition(".")[0], step.format.name, detail=detail, tensor=name)
@@ -154,12 +159,14 @@ def _judged(standard: _Standard, step: Step) -> Examined:
     if first and not losses[first].isfinite():
         later = _broken_later(step, batches, first)
         if later is not None and later.direction != UPDATE:
-            return Examined(findings=(replace(later, cures=(*later.cures, *_fp32_weights(step))),))
+            return Examined(findings=(replace(later, candidates=(*later.candidates, *_fp32_weights(step))),))
         if later is not None:
             tensor, detail = later.tensor, f"{detail}; {later.detail}"
     direction = UPDATE if first else FORWARD  # the first loss is computed before any update
     detail += rounded_away(step)
-    finding = Finding(DIVERGENCE, direction, "", step.format.name, detail=detail, tensor=tensor, cures=_cures(step))
+    finding = Finding(
+        DIVERGENCE, direction, "", step.format.name, detail=detail, tensor=tensor, candidates=_cures(step)
+    )
     return Examined(findings=(finding,))
 
 
@@ -196,7 +203,7 @@ def _broken_later(step: Step, batches: list[list[Batch]], count: int, format: Fo
     detail = f"{finding.detail}; in step {later.number}, after {count} finite ones"
     before = (step.stored | step.buffers).get(finding.tensor)
     if finding.kind == INPUT and before is not None and finite(before):  # a step made it so, and will again
-        return replace(finding, detail=detail, direction=UPDATE, line="", cure=(), cures=())
+        return replace(finding, detail=detail, direction=UPDATE, line="", cure=(), candidates=())
     return replace(finding, detail=detail)
 
 

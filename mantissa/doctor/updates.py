@@ -51,7 +51,7 @@ def _judged(updates: dict[str, Counts], step: Step) -> list[Finding]:
 
     def fault(kind: str, parameter: str, detail: str) -> Finding:
         module, detail = parameter.rpartition(".")[0], f"{parameter}: {detail}"
-        return Finding(kind, UPDATE, module, step.format.name, detail=detail, cures=(cure,))
+        return Finding(kind, UPDATE, module, step.format.name, detail=detail, candidates=(cure,))
 
     findings = []
     # The second moment, by which Adam divides, is 0 where the gradient is not.

@@ -9,11 +9,10 @@ from functools import partial
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.data import rounded_away
 from mantissa.doctor.finding import ERROR, Examined, Finding
-from mantissa.doctor.module_errors import FACTOR
+from mantissa.doctor.module_errors import FACTOR, gradient_errors
 from mantissa.doctor.random import without_dropout
 from mantissa.step.step import Gradients, Step
 from mantissa.step.trace import BACKWARD, FORWARD
-from mantissa.tensors import relative_error
 
 _WRONG, _WRONG_LOSS = 0.5, 0.25
 """Relative errors from which on a gradient of the step, and its loss, are wrong."""
@@ -30,15 +29,15 @@ def whole_gradients(step: Step, budget: Budget) -> Examined:
         exact = reference.true_gradients()
         rounding = dict.fromkeys(exact, 0.0)  # errors that it explains
         for seed in range(_PERTURBATIONS):
-            (reference.microbatches,) = reference.perturb(step.format.number.unit_roundoff, seed, [step.microbatches])
-            for name, error in _errors(reference.true_gradients(), exact).items():
+            (perturbed,) = reference.perturb(step.format.number.unit_roundoff, seed, [step.microbatches])
+            for name, error in gradient_errors(reference.true_gradients(perturbed), exact).items():
                 rounding[name] = max(rounding[name], error)
     return replace(_judged(exact, rounding, step), again=partial(_judged, exact, rounding))
 
 
 def _judged(exact: Gradients, rounding: dict[str, float], step: Step) -> Examined:
     with without_dropout():
-        errors = _errors(step.as_run().true_gradients(), exact)
+        errors = gradient_errors(step.as_run().true_gradients(), exact)
     total = math.hypot(*(gradient.norm().item() for name, gradient in exact.items() if name))
     limits = {name: max(_WRONG if name else _WRONG_LOSS, FACTOR * rounding[name]) for name in errors}
     wrong = {
@@ -53,7 +52,3 @@ def _judged(exact: Gradients, rounding: dict[str, float], step: Step) -> Examine
     detail = f"{what} has a relative error of {errors[worst]:.2g}; rounding explains {rounding[worst]:.2g}"
     detail += rounded_away(step)
     return Examined(findings=(Finding(ERROR, BACKWARD if worst else FORWARD, "", step.format.name, detail=detail),))
-
-
-def _errors(gradients: Gradients, exact: Gradients) -> dict[str, float]:
-    return {name: relative_error(gradient, exact[name]) for name, gradient in gradients.items() if name in exact}

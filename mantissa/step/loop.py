@@ -78,11 +78,12 @@ class LoopStep(Step):
         Raises:
             FormatError: the model or the optimizer cannot be copied, and how to make it so.
         """
+        # A copy of the model and of its optimizer.
         original = getattr(model, "_orig_mod", model)
         device = next(original.parameters()).device
         generators = generators or random_state(device)
         try:
-            copied, own = _copy(original, optimizer)
+            its_model, its_optimizer = _copy(original, optimizer)
         except Exception as error:  # of many kinds: what is in a model decides
             raise FormatError(
                 f"the model or its optimizer cannot be copied, so the step cannot be replayed ({error}); "
@@ -90,14 +91,18 @@ class LoopStep(Step):
             ) from error
 
         # The optimizer's weights in fp32, then the model's own in the dtype that it trains in.
-        parameters = dict(copied.named_parameters())
+        parameters = dict(its_model.named_parameters())
         weights = {name: in_dtype(weight.detach(), torch.float32).clone() for name, weight in parameters.items()}
         if format.half_weights is not None:
-            cast_training(copied, own, format.half_weights)
+            cast_training(its_model, its_optimizer, format.half_weights)
 
+        # The batches as steps of some microbatches.
         flat: list[Batch] = [LoopBatch(batch) for batch in batches]
         steps = [flat[first : first + accumulate] for first in range(0, len(flat), accumulate)]
-        groups = own.param_groups if own is not None else []
+
+        # What is known of the optimizer and of the loss scale.
+        groups = its_optimizer.param_groups if its_optimizer is not None else []
+        state = its_optimizer.state if its_optimizer is not None else {}
         changed = {id(weight) for group in groups for weight in group["params"]}
         first_scale, least_scale = _scales(format, scale, fixed_scale)
         return cls(
@@ -108,20 +113,20 @@ class LoopStep(Step):
             microbatches=steps[0],
             weights=weights,
             stored={name: weight.detach().clone() for name, weight in parameters.items()},
-            buffers={name: buffer.detach().clone() for name, buffer in copied.named_buffers()},
+            buffers={name: buffer.detach().clone() for name, buffer in its_model.named_buffers()},
             generators=generators,
-            moments={name: own.state[weight] for name, weight in parameters.items() if own and weight in own.state},
+            moments={name: state[weight] for name, weight in parameters.items() if weight in state},
             scale=first_scale,
             least_scale=least_scale,
             eps=max((group.get("eps") or 0.0 for group in groups), default=0.0),
             optimized=frozenset(name for name, weight in parameters.items() if id(weight) in changed),
-            trains=own is not None,
-            different=len(steps) if own is None else None,  # the weights stay
+            trains=optimizer is not None,
+            different=len(steps) if optimizer is None else None,  # the weights stay
             compiles=original is not model or getattr(model, "_compiled_call_impl", None) is not None,
             changes_batches=True,  # until it is known
             originals=frozenset(map(id, original.parameters())),
-            model=copied,
-            optimizer=own,
+            model=its_model,
+            optimizer=its_optimizer,
             mean_loss=loss,
             first=number,
             steps=steps,
@@ -137,10 +142,13 @@ class LoopStep(Step):
         )
 
     def build(self, format: Format, as_run: bool) -> LoopModel:
+        # Another copy, with the weights in the dtype of the format.
         model, optimizer = _copy(self.model, self.optimizer)
         first = next(self.model.parameters())
         if not as_run or format is not self.written_in:
             cast_training(model, optimizer, format.weights)
+
+        # Modules that compute in fp32, and inputs that fit weights in 16 bits.
         keep_fp32(model, self.fp32_modules, self.device.type, format.half_weights)
         given_half = first.dtype.itemsize == 2 and not as_run and format.autocast is None
         if format.half_weights is not None or given_half:
@@ -226,12 +234,16 @@ def _copy(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn
     copied: tuple[nn.Module, torch.optim.Optimizer | None] = copy.deepcopy((model, optimizer), memo)
     for name in vars(optimizer).keys() - vars(copied[1]).keys() - {"step"} if optimizer is not None else ():
         setattr(copied[1], name, copy.deepcopy(getattr(optimizer, name), memo))  # which a schedule replaces, and torch
+
+    # The hooks of parameters.
     for mine, its in zip(model.parameters(), copied[0].parameters(), strict=True):
         for hook in (mine._backward_hooks or {}).values():
             its.register_hook(hook)
         for hook in (mine._post_accumulate_grad_hooks or {}).values() if optimizer is not None else ():
             its.register_post_accumulate_grad_hook(hook)  # without an optimizer it may be one that steps in there
-    if hasattr(model, "automatic_optimization"):  # a module of Lightning, which copies leave the trainer out of
+
+    # What a module of Lightning asks of its trainer, which copies leave out.
+    if hasattr(model, "automatic_optimization"):
         instead: dict[str, Any] = dict.fromkeys(("log", "log_dict"), lambda *_, **__: None)
         if not model.automatic_optimization:
             instead |= dict.fromkeys(("optimizers", "manual_backward"), _refuse)

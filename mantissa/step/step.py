@@ -49,7 +49,7 @@ def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
 
 
 class Remedies:
-    """What to set, said as a loop of one's own is written; see the subclass in the words of another program."""
+    """What to set, in the words of plain torch; a subclass says it in those of another program."""
 
     deterministic = "torch.use_deterministic_algorithms(True)"
     eager = "no torch.compile"
@@ -184,7 +184,7 @@ class Step(Protocol):
     originals: frozenset[int] = frozenset()
     """Ids of the parameters of the model that was copied, to which no gradient may go."""
 
-    # What the loop says: one of one's own, or the trainer's.
+    # What a subclass says: a person's loop, or the trainer.
 
     def build(self, format: Format, as_run: bool) -> Built:
         """Build the model and its optimizer in a format.
@@ -286,8 +286,11 @@ class Step(Protocol):
 
     def with_values(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return this step from changed weights and buffers."""
-        kept = ({name: change(each) for name, each in of.items()} for of in (self.weights, self.stored, self.buffers))
-        weights, stored, buffers = kept
+
+        def changed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {name: change(tensor) for name, tensor in tensors.items()}
+
+        weights, stored, buffers = map(changed, (self.weights, self.stored, self.buffers))
         return replace(self, weights=weights, stored=stored, buffers=buffers)
 
     def following(self, count: int) -> list[list[Batch]]:
@@ -412,7 +415,7 @@ class Replay:
         if wide is not None:
             cast_training(self.model, self.optimizer, wide)
         self._states = _states(self.model)
-        self._own = set(map(id, self.model.parameters()))
+        self._parameters = set(map(id, self.model.parameters()))
         self._take(step)
         self.scale = step.scale if as_run else 1.0
         """Loss scale, which may be set."""
@@ -423,8 +426,6 @@ class Replay:
         self.step = step
         self.weights = step.stored if self._as_run else step.weights
         """Weights that the model starts from."""
-        self.microbatches = step.microbatches
-        """Microbatches of ``run``, by whose number a loss is divided; may be replaced."""
 
     def of(self, step: Step) -> Replay:
         """Return a replay in the same model, at the same scale, of a step that starts from other tensors."""
@@ -463,9 +464,13 @@ class Replay:
         Args:
             microbatches: a part of the step, whose loss is divided as that of the whole; None: all of them.
         """
+        # Forward and backward.
         self.start()
+        whole = self.step.microbatches
         with self.around():
-            loss, correction = self.gradients(self.microbatches if microbatches is None else microbatches)
+            loss, correction = self.gradients(whole if microbatches is None else microbatches, whole)
+
+        # What they leave.
         if self.masters is not None:
             self.masters.take_gradients()
         changed = (self.masters or self.model).named_parameters()
@@ -485,13 +490,17 @@ class Replay:
                 break
         return result
 
-    def gradients(self, microbatches: list[Batch]) -> tuple[Tensor, float]:
+    def gradients(self, microbatches: list[Batch], whole: list[Batch]) -> tuple[Tensor, float]:
         """Add up the gradients of microbatches, of the loss times ``scale``, and change nothing but buffers.
+
+        Args:
+            microbatches: those that are taken.
+            whole: all of the step, by whose number the loss is divided.
 
         Returns:
             ``loss`` and ``correction`` of a result.
         """
-        divisor, correction = self.step.loss_divisor(self.step.count(self.microbatches), self.format)
+        divisor, correction = self.step.loss_divisor(self.step.count(whole), self.format)
         total: Tensor | None = None
         for batch in microbatches:
             share = self.loss(batch) * self.step.loss_factor / divisor
@@ -504,7 +513,7 @@ class Replay:
 
     def _backward(self, loss: Tensor) -> None:
         """Give the model its gradients, and leave those of other leaves as they are, such as a discriminator's."""
-        others = [leaf for leaf in _leaves(loss) if id(leaf) not in self._own]
+        others = [leaf for leaf in _leaves(loss) if id(leaf) not in self._parameters]
         if any(id(leaf) in self.step.originals for leaf in others):
             raise UsageError(
                 "a gradient goes to the model that was given, and not to its copy: let the loss use the model that it "
@@ -521,21 +530,23 @@ class Replay:
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of one microbatch in the format, a scalar in the dtype in which it was computed."""
-        given = map_tensors(batch, self._given)
+        wide, changes = self._wide, self.step.changes_batches
+
+        def copied(tensor: Tensor) -> Tensor:
+            """Return a tensor in no fewer bits than a reference has, and a copy where the loss may change it."""
+            widens = tensor.is_floating_point() and wide is not None and tensor.itemsize <= wide.itemsize
+            given = tensor.to(wide) if widens else tensor
+            return tensor.clone() if given is tensor and changes else given
+
+        # Autocast of the format is no autocast that the loss enters itself.
+        batch = map_tensors(batch, copied)
         self._in_loss = False
         with self.built.autocast():
             self._in_loss = True
-            loss = self.built.loss(given)
+            loss = self.built.loss(batch)
             self._in_loss = False
-        self.changed |= self.step.changes_batches and any(tensor._version for tensor in given.values())
+        self.changed |= changes and any(tensor._version for tensor in batch.values())
         return loss
-
-    def _given(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of a batch as the loss is given it: with no fewer bits, and a copy if that may change."""
-        given = tensor
-        if self._wide is not None and tensor.is_floating_point() and tensor.itemsize <= self._wide.itemsize:
-            given = tensor.to(self._wide)
-        return tensor.clone() if given is tensor and self.step.changes_batches else given
 
     def _uncast(self, op: Op) -> Any:
         if op.asks_for_half and str(user_line() or "") in self.step.uncast:
@@ -556,7 +567,6 @@ class Replay:
         return [self._train_step(microbatches) for microbatches in steps]
 
     def _train_step(self, microbatches: list[Batch]) -> float:
-        self.microbatches = microbatches
         scaled, masters = self.format.needs_loss_scale, self.masters.named_parameters() if self.masters else ()
         generators, states = (random_state(self.step.device), _states(self.model)) if scaled else ({}, [])
         changed = [*self.model.parameters(), *(master for _, master in masters)]
@@ -566,7 +576,7 @@ class Replay:
 
             # As ``run``, but from the weights of the step before. (Masters take their gradients in the update.)
             with self.around():
-                loss, correction = self.gradients(microbatches)
+                loss, correction = self.gradients(microbatches, microbatches)
             if not scaled or all(finite(weight.grad) for weight in changed if weight.grad is not None):
                 break
             if self.scale <= LEAST_SCALE or not self.step.least_scale:
@@ -584,9 +594,9 @@ class Replay:
         with self.around():
             self.built.end_step(self.scale, correction, meter)
 
-    def true_gradients(self) -> Gradients:
-        """Run, and return the gradients without a loss scale."""
-        result = self.run()
+    def true_gradients(self, microbatches: list[Batch] | None = None) -> Gradients:
+        """Run, and return the gradients without a loss scale; for ``microbatches`` see ``run``."""
+        result = self.run(microbatches)
         factor = result.correction / self.scale
         gradients = {
             name: in_dtype(gradient.to_dense() if gradient.is_sparse else gradient, torch.float64) * factor

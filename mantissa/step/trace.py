@@ -88,7 +88,7 @@ def is_raised_here(error: BaseException) -> bool:
 def is_raised_in_model(error: BaseException) -> bool:
     """Return whether the user's code, as torch or a loop calls it, raised an error, whatever it had called."""
     files = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
-    theirs = (each for by, each in pairwise(files) if _is_user_code(each) and not by.startswith(f"{_HERE}doctor/"))
+    theirs = (file for by, file in pairwise(files) if _is_user_code(file) and not by.startswith(f"{_HERE}doctor/"))
     return any(theirs) and not is_raised_here(error)
 
 
@@ -232,7 +232,7 @@ class Trace(TorchDispatchMode):
         self.count = 0
         """Number of operators so far."""
         self._named = list(model.named_modules()) if model is not None else []
-        self._parameters = {id(each): name for name, each in model.named_parameters()} if model is not None else {}
+        self._parameters = {id(weight): name for name, weight in model.named_parameters()} if model is not None else {}
         self._visit, self._run, self._returned, self._keeps_lines = visit, run, returned, lines
         self._stack: list[str] = []
         """Names of the modules whose forward runs now."""
@@ -258,7 +258,7 @@ class Trace(TorchDispatchMode):
         self._hooks.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(each, "__tensor_flatten__") for each in types):  # torchao's tensors, which call plain operators
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):  # torchao's tensors, which call plain operators
             return NotImplemented
         op = Op(self, func, args, kwargs or {})
         self.count += 1
@@ -401,9 +401,11 @@ class DtypeRecorder(Trace):
         for name, kind, module in [*modules, (LOSS, "", nn.Module())]:
             weights = Counter(weight.dtype for weight in module.parameters(recurse=False))
             if weights or self._computed[name]:
-                dtypes = {"weights": weights, "compute": self._computed[name], "output": self.outputs[name]}
-                named = {key: [dtype_name(dtype) for dtype, _ in found.most_common()] for key, found in dtypes.items()}
-                rows.append({"module": name, "type": kind} | {key: ", ".join(found) for key, found in named.items()})
+                row = {"module": name, "type": kind}
+                computed, returned = self._computed[name], self.outputs[name]
+                for key, dtypes in (("weights", weights), ("compute", computed), ("output", returned)):
+                    row[key] = ", ".join(dtype_name(dtype) for dtype, _ in dtypes.most_common())
+                rows.append(row)
         return rows
 
 
@@ -412,8 +414,8 @@ def functional_name(operator: str) -> str:
     return operator.removeprefix("aten.").removeprefix("_safe").removeprefix("native").strip("_")
 
 
-def _names(found: list[Tensor]) -> str:
-    return ", ".join(dict.fromkeys(dtype_name(each.dtype) for each in found))
+def _names(given: list[Tensor]) -> str:
+    return ", ".join(dict.fromkeys(dtype_name(tensor.dtype) for tensor in given))
 
 
 def _is_half(dtypes: str) -> bool:

@@ -11,7 +11,7 @@ from statistics import fmean
 from mantissa.display import counted
 from mantissa.errors import UsageError
 from mantissa.verdict.judge import Quality, Row, judge
-from mantissa.verdict.runs import Look, Run, Runner, Runs, Store, by_arm, run_all
+from mantissa.verdict.runs import Look, Run, Runner, Runs, Store, run_all
 from mantissa.verdict.statistics import EQUIVALENT, PAIRS
 
 
@@ -26,7 +26,7 @@ class Comparison:
     margin: float = 0.003
     """Relative difference that is too small to matter."""
     higher_is_better: bool = False
-    runs: list[Run] = field(default_factory=list)
+    runs: Runs = field(default_factory=dict)
     looks: list[Look] = field(default_factory=list)
     rows: dict[str, Row] = field(default_factory=dict)
     """Judged arms by label; empty until they are judged."""
@@ -50,13 +50,8 @@ class Comparison:
         """Whether every arm is EQUIVALENT to the baseline."""
         return all(self.verdicts[label].verdict == EQUIVALENT for label in list(self.arms)[1:])
 
-    @property
-    def by_arm(self) -> Runs:
-        """Runs by arm and seed."""
-        return by_arm(self.arms, self.runs)
-
     def run(self, seeds: Sequence[int], run: Runner, store: Store) -> None:
-        """Run what is left to run of all arms with each seed, judge them, and keep the look.
+        """Run what is left to run of all arms with every seed, judge them, and keep the look.
 
         Raises:
             UsageError: there are too few seeds, the seed changes nothing, or the last digit is more than the margin.
@@ -69,8 +64,8 @@ class Comparison:
             return run(arm, seed)
 
         self.runs = run_all(list(self.arms), seeds, checked, store, self.metric)
-        self._check_digits(self.runs)
-        self.rows = judge(self.by_arm, self.margin, store, ["minutes"], self.higher_is_better)
+        self._check_digits([ended for of_arm in self.runs.values() for ended in of_arm.values()])
+        self.rows = judge(self.runs, self.margin, store, ["minutes"], self.higher_is_better)
         self.looks = store.looks
 
     def _check_digits(self, runs: Sequence[Run]) -> None:

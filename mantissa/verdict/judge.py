@@ -101,10 +101,13 @@ def judge(
     store = store or Store()
     base, *_ = runs.values()
 
-    # Quality: the verdict on the final losses.
-    qualities = _at_all_looks(
-        {arm: _losses(of_arm.values(), higher_is_better) for arm, of_arm in runs.items()}, margin, store
-    )
+    # Quality: the verdict on the final losses, or on what is higher where it is better, negated.
+    sign = -1 if higher_is_better else 1
+    losses = {
+        arm: {seed: None if (loss := run.number("loss")) is None else sign * loss for seed, run in of_arm.items()}
+        for arm, of_arm in runs.items()
+    }
+    qualities = _at_all_looks(losses, margin, store)
 
     # Cost: speed, memory, and whatever else was asked for.
     ratios = {
@@ -124,11 +127,6 @@ def judge(
     return {arm: Row(qualities[arm], ratios[arm], reached[arm]) for arm in runs}
 
 
-def _losses(runs: Iterable[Run], higher_is_better: bool) -> Losses:
-    sign = -1 if higher_is_better else 1
-    return {run.seed: None if (loss := run.number("loss")) is None else sign * loss for run in runs}
-
-
 # --- quality ---
 
 
@@ -137,8 +135,11 @@ def _at_all_looks(arms: Mapping[str, Losses], margin: float, store: Store) -> di
 
     To see the same runs again is no other look, and neither is one that judges nothing.
     """
+    # What is seen now.
     ended = sorted([label, seed] for label, losses in arms.items() for seed, loss in losses.items() if loss is not None)
     look: Look = {"seeds": sorted(set().union(*arms.values())), "ended": ended}
+
+    # More than at the last look: it counts from now on, if it judges anything.
     looks = store.looks
     if look not in looks[-1:]:
         qualities = _qualities(arms, margin, [*looks, look])
@@ -151,8 +152,10 @@ def _at_all_looks(arms: Mapping[str, Losses], margin: float, store: Store) -> di
 def _qualities(arms: Mapping[str, Losses], margin: float, looks: Sequence[Look]) -> dict[str, Quality]:
     """Judge every arm at each look; what one has decided stands where the stricter tests of a later one do not."""
     qualities: dict[str, Quality] = {}
-    for number, look in enumerate([*looks[:-1], None], 1):
+    for number, look in enumerate([*looks[:-1], None], 1):  # None: that of now
         before, qualities = qualities, _at_look(arms if look is None else _then(arms, look), margin, number)
+
+        # What was decided, and is now open.
         for label, known in before.items():
             if known.test and known.verdict != INCONCLUSIVE == qualities[label].verdict:
                 why = f"decided at look {known.look}, of {known.test.difference.count} seeds"
@@ -171,9 +174,12 @@ def _then(arms: Mapping[str, Losses], look: Look) -> dict[str, Losses]:
 
 def _at_look(arms: Mapping[str, Losses], margin: float, look: int) -> dict[str, Quality]:
     """Return the verdicts of one look, corrected for the number of all arms and looks."""
+    # Differences, and the arms that cannot be tested.
     baseline, *others = arms
     qualities = {baseline: Quality(list(_finite(arms[baseline]).values()))}
     qualities |= {label: _compared(arms[label], arms[baseline]) for label in others}
+
+    # The tests of all others together.
     tested = [qualities[label] for label in others if not qualities[label].verdict]
     differences, roundings = [quality.differences for quality in tested], [quality.rounding for quality in tested]
     tests = equivalence(differences, margin, len(others) - len(tested), look, roundings)
@@ -187,15 +193,20 @@ def _at_look(arms: Mapping[str, Losses], margin: float, look: int) -> dict[str, 
 
 def _compared(losses: Losses, base: Losses) -> Quality:
     """Return the losses and the differences, with a verdict only where too few runs finished for a test."""
+    # Pairs of losses, and how coarsely they are rounded.
     finite, others = _finite(losses), _finite(base)
     differences = [(loss - others[seed]) / abs(others[seed]) for seed, loss in finite.items() if others.get(seed)]
     quality = Quality(list(finite.values()), differences)
     if any(others.values()) and finite:  # two numbers are rounded, each by up to half a step
         step = _step(finite.values(), others.values())
         quality.rounding = step / math.sqrt(6) / fmean(map(abs, others.values()))
+
+    # What diverged or failed where the baseline did not.
     diverged = [seed for seed in _diverged(losses) if seed in others]
     failed = [seed for seed in others if losses.get(seed) is None]
     why = [f"{len(diverged)} of {len(losses)} runs diverged where the baseline's did not"] if diverged else []
+
+    # Whether there is a test; where there is, it gives the verdict.
     if others and min(others.values()) <= 0 <= max(others.values()):
         quality.verdict = NOT_JUDGED
         why.append("the baseline is 0, or on both sides of it, so that no difference is relative to it")
@@ -261,12 +272,15 @@ def ratio(name: str, runs: Mapping[int, Run], base: Mapping[int, Run]) -> Ratio:
         runs: of the arm by seed, failed ones too.
         base: of the baseline; empty: it is not compared.
     """
+    # Pairs of the same seed, unless the number says nothing of formats.
     values, others = (
         {seed: value for seed, run in side.items() if (value := run.number(name)) is not None} for side in (runs, base)
     )
     why = incomparable(name, runs, base)
     pairs = [(value, others[seed]) for seed, value in values.items() if seed in others and not why]
     ratios = [value / other for value, other in pairs if min(value, other) > 0 and other < math.inf]
+
+    # Reasons why the ratio says too little.
     if base and not why:
         few = "" if name in EXACT else _too_few(len(ratios), len(runs))
         why = "; ".join(filter(None, (few, _others_at_work([runs, base]) if name in TIMED else "")))

@@ -50,6 +50,7 @@ def write(comparison: Comparison, folder: str | Path, command: str) -> Path:
     """Write the report and ``comparison.json`` into a folder; return the page's path."""
     page = report(comparison, command).write(Path(folder), "comparison")
     content = asdict(comparison)
+    content["runs"] = [run for of_arm in content["runs"].values() for run in of_arm.values()]
     rows = content.pop("rows")
     content["verdicts"] = {label: row["quality"] for label, row in rows.items()}
     content["reached"] = {label: row["reach"] for label, row in rows.items()} if _has_curves(comparison) else {}
@@ -58,7 +59,7 @@ def write(comparison: Comparison, folder: str | Path, command: str) -> Path:
 
 
 def _has_curves(comparison: Comparison) -> bool:
-    return any(len(losses) for _, losses in (run.curve for run in comparison.runs))
+    return any(len(run.curve[1]) for of_arm in comparison.runs.values() for run in of_arm.values())
 
 
 def _table(comparison: Comparison) -> list[tuple[str, ...]]:
@@ -66,7 +67,9 @@ def _table(comparison: Comparison) -> list[tuple[str, ...]]:
     table = [(*head, "steps to equal") if _has_curves(comparison) else tuple(head)]
     for label, row in comparison.rows.items():
         is_baseline = label == comparison.baseline
-        values = [run.values.get("loss") for run in comparison.by_arm[label].values()]
+
+        # The mean of the metric, and how long the arm takes.
+        values = [run.values.get("loss") for run in comparison.runs[label].values()]
         finite = [value for value in values if value is not None]
         minutes = row.ratios["minutes"]
         if is_baseline:
@@ -84,10 +87,13 @@ def _sentences(comparison: Comparison) -> list[str]:
     """Return the failures and, but for the baseline, the verdict of each arm."""
     sentences = []
     for label, row in comparison.rows.items():
-        failed = {seed: run.failure for seed, run in comparison.by_arm[label].items() if run.failure}
+        # What failed.
+        failed = {seed: run.failure for seed, run in comparison.runs[label].items() if run.failure}
         sentences += failures(label, failed)
         if label == comparison.baseline:
             continue
+
+        # The verdict, with what a reader may stumble over.
         quality, sign = row.quality, -1 if comparison.higher_is_better else 1
         difference = with_level(_difference(quality, comparison.higher_is_better))
         clauses = [f"{comparison.metric} {difference}".strip() + f": {_verdict(quality)}"]
@@ -98,6 +104,8 @@ def _sentences(comparison: Comparison) -> list[str]:
         if quality.why:
             clauses.append(quality.why)
         verdict = f"{label}, compared with {comparison.baseline}: {'; '.join(clauses)}."
+
+        # What it takes to be as good.
         reach = reach_sentence(row.reach, f"final {comparison.metric} of {comparison.baseline}")
         sentences.append(f"{verdict} {reach}" if reach and _has_curves(comparison) else verdict)
     return sentences

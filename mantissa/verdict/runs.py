@@ -134,17 +134,21 @@ class Store:
 
 
 def interleave(items: Sequence[Item], rounds: Iterable[Round]) -> Iterator[tuple[Item, Round]]:
-    """Yield all items in each round, in reverse order every second time, so that none is always the later one."""
+    """Yield all items once a round, in reverse order every second time, so that none is always the later one."""
     for number, this_round in enumerate(rounds):
         for item in items if number % 2 == 0 else reversed(items):
             yield item, this_round
 
 
-def run_all(arms: Sequence[str], seeds: Sequence[int], run: Runner, store: Store, metric: str = "loss") -> list[Run]:
-    """Run what is left to run of all arms with each seed, in turns; print a line for each, and keep it.
+def run_all(arms: Sequence[str], seeds: Sequence[int], run: Runner, store: Store, metric: str = "loss") -> Runs:
+    """Run what is left to run of all arms with every seed, in turns; print a line for each run, and keep it.
 
     A run that failed before is run again.
+
+    Returns:
+        All runs, those of before, too.
     """
+    # What has ended before, and what is to be run.
     known = {(kept.arm, kept.seed): kept for kept in store.runs}
     known = {pair: kept for pair, kept in known.items() if kept.ended}
     plan = list(interleave(arms, seeds))
@@ -168,7 +172,7 @@ def run_all(arms: Sequence[str], seeds: Sequence[int], run: Runner, store: Store
         took = f"{ended.seconds:.1f} s" if is_new else "already done"
         eta = f"  eta {display.duration(left_s)}" if left_s else ""
         print(f"{number:>3}/{len(plan)}  {arm} s{seed}  {shown}  {took}{eta}", flush=True)
-    return runs
+    return by_arm(arms, runs)
 
 
 def by_arm(arms: Iterable[str], runs: Iterable[Run]) -> Runs:

@@ -188,6 +188,7 @@ class _Tested:
 
     def judged(self, within: float, beyond: float, later: float) -> Equivalence:
         """Return the verdict by tests of these levels; those of the next look are ``later`` times as high."""
+        # The verdict, and the level of the interval that decided.
         verdict, needed, level = INCONCLUSIVE, None, 1 - beyond
         if self.p_equivalent < within:
             verdict, level = EQUIVALENT, 1 - 2 * within

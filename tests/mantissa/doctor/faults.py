@@ -110,10 +110,10 @@ def with_value(batches: list[Batch], step: int, value: float) -> list[Batch]:
     return batches
 
 
-def with_buffer(value: float, dtype: torch.dtype = torch.float32) -> nn.Module:
-    model = Own(lambda own, x: x * own.get_buffer("gain"))
-    model.register_buffer("gain", torch.ones(32, dtype=dtype))
-    model.get_buffer("gain")[2] = value
+def with_buffer(value: float, dtype: torch.dtype = torch.float32, name: str = "gain") -> nn.Module:
+    model = Own(lambda own, x: x * own.get_buffer(name))
+    model.register_buffer(name, torch.ones(32, dtype=dtype))
+    model.get_buffer(name)[2] = value
     return model
 
 
@@ -847,6 +847,13 @@ FAULTS = {
     ),
     "a buffer is infinite": Fault(
         INPUT, "gain", "bf16", lambda: with_buffer(float("inf")), line="own.get_buffer", cure="finite values in gain"
+    ),
+    "a buffer is infinite whose name is like that of a batch": Fault(
+        INPUT,
+        "batch_gain",
+        "bf16",
+        lambda: with_buffer(float("inf"), name="batch_gain"),
+        cure="finite values in batch_gain",
     ),
     "the largest sample overflows": Fault(
         OVERFLOW, "inner", "fp16", batches=lambda: with_value(regression(), 0, 3e6), cure="autocast"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mantissa.doctor.cause import find_origin, origin
+from mantissa.doctor.cause import find_origin, locate
 from mantissa.doctor.finding import OVERFLOW
 from mantissa.doctor.tape import Tape
 from mantissa.step.trace import FORWARD, Trace
@@ -13,15 +13,15 @@ from tests.mantissa.doctor.faults import BATCH, WIDTH, around, large_ffn, step_o
 
 def test_an_operator_is_found_with_its_place_and_its_way_to_the_loss() -> None:
     replay = step_of(lambda: around(large_ffn()), "fp16").as_run()
-    found = origin(replay, "fp16+scaler")
-    assert found is not None
-    site = found.node.site
+    origin = locate(replay, "fp16+scaler")
+    assert origin is not None
+    site = origin.node.site
     assert (site.module, site.direction, site.op) == ("1.wo", FORWARD, "aten.addmm")
     assert (site.dtype, site.shape) == ("float16", (BATCH, WIDTH))
     assert "own.wo(torch.relu(own.wi(x)))" in site.line  # which is no line of the library's
     finding = find_origin(replay, "fp16+scaler")
     assert finding is not None
-    assert (finding.kind, finding.format, finding.path) == (OVERFLOW, "fp16+scaler", found.path)
+    assert (finding.kind, finding.format, finding.path) == (OVERFLOW, "fp16+scaler", origin.path)
     assert finding.path[-1] == "loss"
 
 

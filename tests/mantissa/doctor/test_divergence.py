@@ -48,7 +48,7 @@ def test_fp32_weights_are_no_cure_where_they_do_not_help(mode: str) -> None:
     (finding,) = examination.findings
     assert (finding.kind, finding.direction, finding.module, finding.format) == (DIVERGENCE, UPDATE, "", mode)
     assert examination.again is not None
-    assert [cure for cure in finding.cures if not examination.again(cure.step).findings] == []
+    assert [cure for cure in finding.candidates if not examination.again(cure.step).findings] == []
 
 
 def test_the_first_loss_is_not_one_of_updates() -> None:

@@ -51,7 +51,7 @@ def test_what_failed_is_run_again_and_what_ended_never_is(
 
     runs = run_all("abc", [0, 1], run, Store(tmp_path / "runs.jsonl"))
     assert ran == again.split()
-    assert [f"{ended.arm}{ended.seed}" for ended in runs] == ran
+    assert {f"{ended.arm}{ended.seed}" for of_arm in runs.values() for ended in of_arm.values()} == set(ran)
     printed = capsys.readouterr().out.splitlines()
     assert printed[1] == f"  2/6  b s0  {first.failure or 'loss 2.0000'}  1.0 s  eta 0:04"
     ran.clear()
@@ -59,7 +59,8 @@ def test_what_failed_is_run_again_and_what_ended_never_is(
     with (tmp_path / "runs.jsonl").open("a") as file:
         file.write('["run", {"arm": "c", "se')  # where a kill has cut it
     store = Store(tmp_path / "runs.jsonl")
-    assert [run for run in run_all("abc", [0, 1], run, store) if not run.ended] == []
+    runs = run_all("abc", [0, 1], run, store)
+    assert all(run.ended for of_arm in runs.values() for run in of_arm.values())
     assert ran == then.split()
     assert Store(tmp_path / "runs.jsonl").runs == store.runs
 
