@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from trainer import Interrupted, LossOutput, Recipe, UserError, compare, compose
 from trainer.config.registration import flatten
 from trainer.data.loader import DataOrder
 from trainer.data.user_dataset import UserDataset
+from trainer.run.run import Run
 from trainer.trainer import Trainer
 
 SAMPLES, STEPS, BATCH = 48, 9, 16
@@ -93,6 +95,21 @@ def test_a_programs_handlers_threads_and_model_are_as_before_training() -> None:
     assert same_bits(weights, dict(model.state_dict()))  # a copy is trained
     assert model.training
     assert [each for each in gc.get_objects() if type(each) is Trainer] == []  # its memory is free
+
+
+def test_the_memory_of_a_run_is_free_when_train_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[weakref.ref[Run]] = []
+    held: list[bool] = []
+
+    def started(run: Run) -> dict[str, Any]:
+        runs.append(weakref.ref(run))
+        return taken(run)
+
+    taken = Run.train
+    monkeypatch.setattr(Run, "train", started)
+    monkeypatch.setattr("trainer.api.release_memory", lambda: held.append(runs[0]() is not None))
+    train(own(), **OPTIONS)
+    assert held == [False]
 
 
 @pytest.mark.parametrize("micro_batch_size", [16, 4])
