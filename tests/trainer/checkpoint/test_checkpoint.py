@@ -18,8 +18,8 @@ from mantissa.tensors import random_state, set_random_state
 from tests.helpers import same_bits
 from trainer import files
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.reader import load
-from trainer.checkpoint.schema import FORMAT, best_step
+from trainer.checkpoint.reader import evaluated_weights, load
+from trainer.checkpoint.schema import FORMAT, WEIGHTS_SINCE, best_step
 from trainer.checkpoint.store import CheckpointNotWritten, Snapshot
 from trainer.errors import UserError
 from trainer.optim.optimizer import Optimizer
@@ -155,13 +155,23 @@ def test_of_damaged_checkpoints_the_newest_before_them_is_taken(
         load(tmp_path)
 
 
-def test_another_format_is_no_damage(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "weights"), [(WEIGHTS_SINCE, "/run"), (WEIGHTS_SINCE - 1, "/run/best")])
+def test_another_format_is_no_damage_and_not_resumed(number: int, weights: str, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    manifest = write(tmp_path / "run/checkpoints") / "manifest.json"
-    manifest.write_text(manifest.read_text().replace(f'"format": {FORMAT}', '"format": 5'))
-    for find in (load, best_step):
-        with pytest.raises(UserError, match=r"format 5.*/run/best with init_from"):
-            find(tmp_path / "run/checkpoints")
+    folder = tmp_path / "run/checkpoints"
+    manifest = write(folder) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(f'"format": {FORMAT}', f'"format": {number}'))
+    with pytest.raises(UserError, match=rf"format {number},.* from its weights with init_from=.*{weights}$"):
+        load(folder)
+
+
+def test_a_new_run_starts_from_the_weights_of_the_format_before(tmp_path: Path) -> None:
+    manifest = write(tmp_path, 1) / "manifest.json"
+    expected = evaluated_weights(tmp_path, 1)
+    content = files.read_json(manifest)
+    files.write_json(manifest, content | {"format": WEIGHTS_SINCE, "score": 1.0})
+    assert best_step(tmp_path) == 1
+    assert same_bits(evaluated_weights(tmp_path, 1), expected)
 
 
 def test_an_interrupted_save_is_invisible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
