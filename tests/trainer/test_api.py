@@ -151,6 +151,13 @@ def test_an_interrupted_run_continues_as_if_it_had_not_been(capsys: pytest.Captu
     assert train(own(), resume=run.folder).model is None  # it is complete
 
 
+def test_a_run_that_is_interrupted_before_it_has_begun_has_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.run.run.observed", lambda _: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(Interrupted) as stopped:
+        train(own(), **OPTIONS)
+    assert stopped.value.folder is None
+
+
 def test_a_recipe_of_files_is_trained_evaluated_sampled_and_compared(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
     small: Any = {"recipe": "gpt2", "recipe.size": "nano", "recipe.context": 16, "data": "text", "tracking": "local"}
