@@ -5,7 +5,9 @@ import random
 import shutil
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from trainer.optim.optimizer import Optimizer
 from trainer.optim.state import training_state
 from trainer.parallel.world import World
 from trainer.run_folder import RunFolder
+from trainer.tracking import fetch
 
 CPU = torch.device("cpu")
 
@@ -172,6 +175,20 @@ def test_a_new_run_starts_from_the_weights_of_the_format_before(tmp_path: Path) 
     files.write_json(manifest, content | {"format": WEIGHTS_SINCE, "score": 1.0})
     assert best_step(tmp_path) == 1
     assert same_bits(evaluated_weights(tmp_path, 1), expected)
+
+
+def test_a_run_in_mlflow_of_the_format_before_is_found_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = write(tmp_path / "checkpoints", 1) / "manifest.json"
+    files.write_json(manifest, files.read_json(manifest) | {"format": WEIGHTS_SINCE})
+    files.write_json(tmp_path / files.TRACKING_FILE, {"run_id": "7" * 32})
+    there = SimpleNamespace(
+        info=SimpleNamespace(run_name="run"), data=SimpleNamespace(tags={fetch.FOLDER_TAG: str(tmp_path)})
+    )
+    monkeypatch.setattr(fetch, "fetched_run", lambda *given: nullcontext((None, there)))
+    monkeypatch.setattr(fetch, "complete_steps", lambda *given: [1])
+    assert fetch.fetch("init_from", f"mlflow:{'7' * 32}", None, str(tmp_path)) == tmp_path
 
 
 def test_an_interrupted_save_is_invisible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
