@@ -83,15 +83,19 @@ def train(*given: Config | Recipe | str, **options: Any) -> Trained:
         Interrupted: see above.
     """
     config = compose(*given, **options)
-    recipe = "Recipe.of(…), " if isinstance(config.recipe, UserRecipe) else ""
     try:
-        ended = start(config, command=lambda folder: f'train({recipe}resume="{folder}")')
-        if ended.run is None:
-            folder = Path(config.output_dir).expanduser() / ended.summary["run"]
-            return Trained(ended.summary, folder, config.recipe, None)
-        return Trained(ended.summary, ended.run.folder.path, config.recipe, _model(ended.run.trainer))
+        return _train(config)
     finally:
-        release_memory()
+        release_memory()  # the run, which is gone here, held it
+
+
+def _train(config: Config) -> Trained:
+    recipe = "Recipe.of(…), " if isinstance(config.recipe, UserRecipe) else ""
+    ended = start(config, command=lambda folder: f'train({recipe}resume="{folder}")')
+    if ended.run is None:
+        folder = Path(config.output_dir).expanduser() / ended.summary["run"]
+        return Trained(ended.summary, folder, config.recipe, None)
+    return Trained(ended.summary, ended.run.folder.path, config.recipe, _model(ended.run.trainer))
 
 
 def _model(trainer: Trainer) -> nn.Module:

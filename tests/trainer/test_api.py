@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from trainer import Interrupted, LossOutput, Recipe, UserError, compare, compose
 from trainer.config.registration import flatten
 from trainer.data.loader import DataOrder
 from trainer.data.user_dataset import UserDataset
+from trainer.run.run import Run
 from trainer.trainer import Trainer
 
 SAMPLES, STEPS, BATCH = 48, 9, 16
@@ -95,6 +97,21 @@ def test_a_programs_handlers_threads_and_model_are_as_before_training() -> None:
     assert [each for each in gc.get_objects() if type(each) is Trainer] == []  # its memory is free
 
 
+def test_the_memory_of_a_run_is_free_when_train_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[weakref.ref[Run]] = []
+    held: list[bool] = []
+
+    def started(run: Run) -> dict[str, Any]:
+        runs.append(weakref.ref(run))
+        return taken(run)
+
+    taken = Run.train
+    monkeypatch.setattr(Run, "train", started)
+    monkeypatch.setattr("trainer.api.release_memory", lambda: held.append(runs[0]() is not None))
+    train(own(), **OPTIONS)
+    assert held == [False]
+
+
 @pytest.mark.parametrize("micro_batch_size", [16, 4])
 def test_a_given_model_is_trained_as_by_a_bare_loop(micro_batch_size: int) -> None:
     """Bit for bit: the mean over a batch, and of accumulation the mean of means; the dropout is the same, too."""
@@ -132,6 +149,13 @@ def test_an_interrupted_run_continues_as_if_it_had_not_been(capsys: pytest.Captu
     assert same_bits(dict(run.model.state_dict()), dict(whole.model.state_dict()))
     assert evaluate(run)["metrics"]["loss"] == pytest.approx(run["final"]["valid/loss"])
     assert train(own(), resume=run.folder).model is None  # it is complete
+
+
+def test_a_run_that_is_interrupted_before_it_has_begun_has_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.run.run.observed", lambda _: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(Interrupted) as stopped:
+        train(own(), **OPTIONS)
+    assert stopped.value.folder is None
 
 
 def test_a_recipe_of_files_is_trained_evaluated_sampled_and_compared(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mantissa.display import dimensions
 from mantissa.tensors import changed_by, local
-from trainer.checkpoint.schema import KINDS, STATE_FILE, State, files_of, read_manifest
+from trainer.checkpoint.schema import KINDS, STATE_FILE, WEIGHTS_SINCE, State, files_of, read_manifest
 from trainer.checkpoint.store import find_verified
 from trainer.errors import UserError
 from trainer.files import read_json
@@ -98,11 +98,6 @@ class CheckpointReader:
             result |= {f"rng/{rank}/{name}": tensor for name, tensor in (self.rng(rank) or {}).items()}
         return result
 
-    def evaluated(self) -> dict[str, Tensor]:
-        """Return the weights as they were evaluated, and as an export has them: averaged where there is an average."""
-        state = self._moments.read()
-        return {name: state.get(f"{name}.{AVERAGE}", weight) for name, weight in self._weights.read().items()}
-
     def _restore_numbers(self, optimizer: torch.optim.Optimizer) -> None:
         """Restore what the optimizer keeps beside the tensors of its state, in place."""
         options, kept = inspect.signature(type(optimizer)).parameters, self._state["optimizer"]
@@ -173,6 +168,20 @@ def load(folder: Path, step: int | None = None) -> CheckpointReader:
         UserError: see ``find_verified``.
     """
     return CheckpointReader(find_verified(folder, step))
+
+
+def evaluated_weights(folder: Path, step: int | None) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint as they were evaluated, and as an export has them: averages where there are.
+
+    An earlier version may have written it.
+
+    Raises:
+        UserError: see ``find_verified``.
+    """
+    path = find_verified(folder, step, WEIGHTS_SINCE)
+    manifest = read_manifest(path, WEIGHTS_SINCE)
+    weights, state = (_TensorFiles(path, files_of(manifest, kind)).read() for kind in ("model", "optimizer"))
+    return {name: state.get(f"{name}.{AVERAGE}", weight) for name, weight in weights.items()}
 
 
 def fill(

@@ -15,6 +15,8 @@ from trainer.errors import UserError
 from trainer.files import read_json, sha256
 
 FORMAT = 6
+WEIGHTS_SINCE = 5
+"""The first format whose tensors are those of ``FORMAT``: a new run can start from its weights."""
 STEP_NAME = re.compile("step-[0-9]{8}")
 """The name of a checkpoint's folder."""
 MANIFEST_FILE = "manifest.json"
@@ -56,10 +58,10 @@ class State(TypedDict):
     """What the run needs beside the training: the interval of its log, the fingerprint of its data."""
 
 
-def damage(folder: Path, step: int) -> str | None:
+def damage(folder: Path, step: int, oldest: int = FORMAT) -> str | None:
     """Return what is wrong with the folder of a checkpoint of ``step``, the file's name first; None: it is whole."""
     try:
-        manifest = read_manifest(folder)
+        manifest = read_manifest(folder, oldest)
         for name, expected in sorted(manifest["sha256"].items()):
             if sha256(folder / name) != expected:
                 return f"{name} does not match its SHA-256"
@@ -94,11 +96,14 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def best_step(folder: Path) -> int | None:
-    """Return the step of the checkpoint with the lowest score below ``folder``, the earliest of equals."""
+    """Return the step of the checkpoint with the lowest score below ``folder``, the earliest of equals.
+
+    It may be of an earlier format: a new run can start from its weights.
+    """
     scores = []
     for step in steps(folder):
         try:
-            score = read_manifest(path_of(folder, step))["score"]
+            score = _manifest_of_any_format(path_of(folder, step)).get("score")
         except InvalidCheckpoint:
             continue  # damaged: reported when it is read
         if score is not None:
@@ -106,20 +111,27 @@ def best_step(folder: Path) -> int | None:
     return min(scores)[1] if scores else None
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Return a checkpoint's manifest.
+def read_manifest(folder: Path, oldest: int = FORMAT) -> Manifest:
+    """Return a checkpoint's manifest; ``oldest``: the first format that is read.
 
     Raises:
         InvalidCheckpoint: it cannot be read.
         UserError: it is of another format, which is no damage.
     """
+    content = _manifest_of_any_format(folder)
+    number, run = content.get("format"), folder.parents[1]
+    if number not in range(oldest, FORMAT + 1):
+        weights = run if number in range(WEIGHTS_SINCE, FORMAT) else run / "best"
+        raise UserError(
+            f"{folder} has the checkpoint format {number}, and this version reads format {FORMAT}; "
+            f"resume with the version that wrote it, or start a new run from its weights with init_from={weights}"
+        )
+    return content
+
+
+def _manifest_of_any_format(folder: Path) -> Manifest:
     try:
         content: Manifest = read_json(folder / MANIFEST_FILE)
     except (OSError, ValueError) as error:
         raise InvalidCheckpoint(f"{MANIFEST_FILE} cannot be read ({error})") from None
-    if content.get("format") != FORMAT:
-        raise UserError(
-            f"{folder} has the checkpoint format {content.get('format')}, and this version reads format {FORMAT}; "
-            f"resume with the version that wrote it, or start a new run from {folder.parents[1]}/best with init_from=…"
-        )
     return content

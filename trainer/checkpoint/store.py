@@ -159,8 +159,10 @@ def prune(folder: Path, keep: int) -> None:
         remove_folder(path_of(folder, step))
 
 
-def find_verified(folder: Path, step: int | None = None) -> Path:
+def find_verified(folder: Path, step: int | None = None, oldest: int = FORMAT) -> Path:
     """Return the checkpoint of ``step`` below ``folder``, verified; None: the newest that is whole, with a warning.
+
+    ``oldest`` is the first format that is read.
 
     Raises:
         UserError: there is none, or none that is whole; the message names the file.
@@ -171,7 +173,7 @@ def find_verified(folder: Path, step: int | None = None) -> Path:
     damaged: list[str] = []
     for wanted in reversed(saved) if step is None else [step]:
         path = path_of(folder, wanted)
-        if not (problem := damage(path, wanted)):
+        if not (problem := damage(path, wanted, oldest)):
             for text in damaged:
                 log.warning("%s; step %d, before it, is whole and is taken", text, wanted)
             return path

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.reader import fill, load
+from trainer.checkpoint.reader import evaluated_weights, fill
 from trainer.checkpoint.weights import read_weights
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
@@ -88,7 +88,7 @@ class InitFrom:
         elif self.exported:
             weights = recipe.exported(self.path / BEST)
         else:
-            weights = load(self.path / CHECKPOINTS, self.step).evaluated()
+            weights = evaluated_weights(self.path / CHECKPOINTS, self.step)
         weights, decisions = recipe.adapt_weights(weights, model, datasets, self.about())
         fill(model, weights, key)
         return [*decisions, Decision("init_from", self.path.name, note)] if note else decisions

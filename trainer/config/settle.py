@@ -284,7 +284,8 @@ def _microbatch(
     least, most = config.augment.micro_batch_multiple, min(batch_size, sizes.micro_batch_size)
     fitting = max((size for size in range(least, most + 1, least) if batch_size % (size * ranks) == 0), default=1)
     before = recorded.get(MICRO)
-    if isinstance(before, int) and 0 < before != fitting and batch_size % (before * ranks) == 0:
+    fits = isinstance(before, int) and before > 0 and before % least == 0 and batch_size % (before * ranks) == 0
+    if fits and before != fitting:
         return Decision(MICRO, before, "as at the start of the run")
     return Decision(MICRO, fitting, why)
 

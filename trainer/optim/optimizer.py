@@ -111,8 +111,9 @@ class Optimizer:
 
     @property
     def traits(self) -> Traits:
-        """What sets its class apart."""
-        return TRAITS.get(self.name.removeprefix("torch.optim."), Traits())
+        """What sets its class apart; ``torch.optim.Muon`` is another class than ``Muon``."""
+        traits = TRAITS.get(self.name.removeprefix("torch.optim."), Traits())
+        return Traits() if traits.place and self.name.startswith("torch.optim.") else traits
 
     def check(self, parallel: str, format: Format) -> None:
         """Check that it can train with this choice of ``parallel``, and this format.

@@ -22,7 +22,7 @@ from mantissa.display import counted, size
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.registration import flatten
-from trainer.config.resume import Continued, check_same, find_earlier
+from trainer.config.resume import Continued, check_same, find_earlier, state_of
 from trainer.config.schema import Config
 from trainer.config.settle import MICRO, Settled, plan_of, settle
 from trainer.errors import (
@@ -101,7 +101,8 @@ def _train(
     config: Config, fitted: Decision | None, run_class: type[Run], brief: bool, command: Callable[[Path], str]
 ) -> Ended:
     """Make one attempt, with the microbatch that was ``fitted`` in an earlier one."""
-    began, run = take_start_time(), None
+    began = take_start_time()
+    run: Run | None = None  # until it has begun
     with Signals(config.checkpoint.save_on_signal) as signals, ExitStack() as stack, threads(config.threads):
         # 1. Prepare the process: its kernels, the other ranks, the terminal.
         kernels.clear()  # those of an earlier run in this process
@@ -117,6 +118,8 @@ def _train(
         earlier, saved = find_earlier(config, hardware, world), None
         if earlier is not None:
             world.run_on_main(partial(stack.enter_context, in_use(earlier.folder.path)))
+            # Until here another process may have trained it to its end.
+            earlier = earlier._replace(state=world.run_on_main(partial(state_of, earlier.folder)))
             saved, how_to_go_on = _saved_by(earlier, config, world)
             if saved is None:
                 terminal.outcome(f"{earlier.folder.path} is already complete{how_to_go_on}")
@@ -153,11 +156,12 @@ def _train(
                 else:
                     world.run_on_main(partial(_check_disk, config, trainer.model))
                     folder = world.run_on_main(partial(_new_folder, settled, stack, terminal))
-                run = run_class(trainer, scores, folder, terminal, signals, began)
-                run.command = command(folder.path)
+                prepared = run_class(trainer, scores, folder, terminal, signals, began)
+                prepared.command = command(folder.path)
                 if saved is not None:
-                    run.restore(saved)
-                run.begin([*settled.decisions, *trainer.decisions])
+                    prepared.restore(saved)
+                prepared.begin([*settled.decisions, *trainer.decisions])
+            run = prepared
 
             # 6. Train.
             return Ended(run.train(), run)

@@ -118,7 +118,7 @@ def fetch(key: str, address: str, uri: str | None, output_dir: str) -> Path:
         newest = max(checkpoint.steps(own / CHECKPOINTS), default=-1)
         if read_object(own / TRACKING_FILE).get("run_id") == run_id and newest >= max(saved, default=-1):
             path = checkpoint.path_of(own / CHECKPOINTS, newest)
-            if not saved or checkpoint.damage(path, newest) is None:
+            if not saved or checkpoint.damage(path, newest, checkpoint.WEIGHTS_SINCE) is None:
                 return own
         if not saved:
             raise UserError(

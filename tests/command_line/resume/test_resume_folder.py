@@ -8,7 +8,8 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import mantissa
 from tests.command_line.conftest import Train
 from trainer.files import read_json_lines
+from trainer.run import start
 from trainer.run_folder import RunFolder
 
 # Options of groups other than the default ones, lists, dictionaries and text that Hydra would read as something else.
@@ -65,6 +67,21 @@ def test_the_folder_alone_is_enough(run: Path, runs: dict[str, Path], succeed: T
     changed = {key for key, value in before.items() if recorded(run).get(key, "gone") != value}
     free = {"steps", "log_every", "profiler", "tracking.upload_timeout_s", "output_dir", "resume"}
     assert {key for key in changed if not key.startswith("profiler.")} == free
+
+
+def test_a_run_that_another_process_ends_before_this_one_has_it_is_complete(
+    run: Path, succeed: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = (run / "summary.json").read_text()
+    (run / "summary.json").unlink()
+
+    @contextmanager
+    def ended_before(folder: Path) -> Iterator[None]:
+        (run / "summary.json").write_text(summary)
+        yield
+
+    monkeypatch.setattr(start, "in_use", ended_before)
+    assert "elsewhere/1e3 is already complete (4 steps)" in succeed("resume=elsewhere/1e3").out
 
 
 def test_options_that_agree_or_may_change_are_accepted(run: Path, train: Train) -> None:

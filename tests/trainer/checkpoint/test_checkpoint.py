@@ -5,7 +5,9 @@ import random
 import shutil
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,14 +20,15 @@ from mantissa.tensors import random_state, set_random_state
 from tests.helpers import same_bits
 from trainer import files
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.reader import load
-from trainer.checkpoint.schema import FORMAT, best_step
+from trainer.checkpoint.reader import evaluated_weights, load
+from trainer.checkpoint.schema import FORMAT, WEIGHTS_SINCE, best_step
 from trainer.checkpoint.store import CheckpointNotWritten, Snapshot
 from trainer.errors import UserError
 from trainer.optim.optimizer import Optimizer
 from trainer.optim.state import training_state
 from trainer.parallel.world import World
 from trainer.run_folder import RunFolder
+from trainer.tracking import fetch
 
 CPU = torch.device("cpu")
 
@@ -155,13 +158,37 @@ def test_of_damaged_checkpoints_the_newest_before_them_is_taken(
         load(tmp_path)
 
 
-def test_another_format_is_no_damage(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "weights"), [(WEIGHTS_SINCE, "/run"), (WEIGHTS_SINCE - 1, "/run/best")])
+def test_another_format_is_no_damage_and_not_resumed(number: int, weights: str, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    manifest = write(tmp_path / "run/checkpoints") / "manifest.json"
-    manifest.write_text(manifest.read_text().replace(f'"format": {FORMAT}', '"format": 5'))
-    for find in (load, best_step):
-        with pytest.raises(UserError, match=r"format 5.*/run/best with init_from"):
-            find(tmp_path / "run/checkpoints")
+    folder = tmp_path / "run/checkpoints"
+    manifest = write(folder) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(f'"format": {FORMAT}', f'"format": {number}'))
+    with pytest.raises(UserError, match=rf"format {number},.* from its weights with init_from=.*{weights}$"):
+        load(folder)
+
+
+def test_a_new_run_starts_from_the_weights_of_the_format_before(tmp_path: Path) -> None:
+    manifest = write(tmp_path, 1) / "manifest.json"
+    expected = evaluated_weights(tmp_path, 1)
+    content = files.read_json(manifest)
+    files.write_json(manifest, content | {"format": WEIGHTS_SINCE, "score": 1.0})
+    assert best_step(tmp_path) == 1
+    assert same_bits(evaluated_weights(tmp_path, 1), expected)
+
+
+def test_a_run_in_mlflow_of_the_format_before_is_found_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = write(tmp_path / "checkpoints", 1) / "manifest.json"
+    files.write_json(manifest, files.read_json(manifest) | {"format": WEIGHTS_SINCE})
+    files.write_json(tmp_path / files.TRACKING_FILE, {"run_id": "7" * 32})
+    there = SimpleNamespace(
+        info=SimpleNamespace(run_name="run"), data=SimpleNamespace(tags={fetch.FOLDER_TAG: str(tmp_path)})
+    )
+    monkeypatch.setattr(fetch, "fetched_run", lambda *given: nullcontext((None, there)))
+    monkeypatch.setattr(fetch, "complete_steps", lambda *given: [1])
+    assert fetch.fetch("init_from", f"mlflow:{'7' * 32}", None, str(tmp_path)) == tmp_path
 
 
 def test_an_interrupted_save_is_invisible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,9 @@ TABLE: dict[str, tuple[tuple[str, ...], Hardware, dict[str, Any], dict[str, Any]
     "a microbatch that does not divide": (
         (*BIGNET, "batch_size=64"), CPU, {"micro_batch_size": 3}, {"micro_batch_size": 64}
     ),
+    "a microbatch of images that are mixed in pairs": (
+        (*RESNET, "batch_size=6", "augment.mixup=0.2"), CPU, {"micro_batch_size": 3}, {"micro_batch_size": 6}
+    ),
     "a typed microbatch": (
         (*BIGNET, "batch_size=64", "micro_batch_size=32"), CPU, {"micro_batch_size": 16}, {"micro_batch_size": 32}
     ),

@@ -11,7 +11,7 @@ from trainer.errors import UserError
 from trainer.optim.groups import decayed
 from trainer.optim.masters import MasterWeights, masters_of
 from trainer.optim.muon import Muon
-from trainer.optim.optimizer import Optimizer, fused_is_sound, optimizer_class
+from trainer.optim.optimizer import TRAITS, Optimizer, Traits, fused_is_sound, optimizer_class
 from trainer.optim.update import Clip, Update
 from trainer.precision.scaler import LossScale
 
@@ -107,6 +107,11 @@ def test_frozen_parameters_are_left_out_and_tied_ones_are_there_once() -> None:
 def test_what_the_class_refuses_is_reported(optimizer: Optimizer, message: str) -> None:
     with pytest.raises(UserError, match=message):
         optimizer.build(net(), CPU)
+
+
+def test_a_class_of_torch_may_have_its_whole_name_and_is_not_the_one_of_that_name_elsewhere() -> None:
+    assert Optimizer("torch.optim.AdamW").traits is TRAITS["AdamW"]
+    assert Optimizer("torch.optim.Muon").traits == Traits()
 
 
 @pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])
