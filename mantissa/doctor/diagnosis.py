@@ -234,7 +234,7 @@ def _make(result: Diagnosis, check: Check) -> None:
     examined = budget.run(part, partial(check.find, step, budget))
     if examined is None:
         return
-    result.examined[part] = examined
+    result.examined[part] = replace(examined, again=None)  # which holds what it compares with
     result.notes += examined.notes
     if not check.is_after(result.told):  # its table alone is wanted
         return
@@ -260,8 +260,7 @@ def _step_for(result: Diagnosis, check: Check) -> Step:
 def _tried(result: Diagnosis, fault: Fault) -> Fault:
     """Return a fault with the first of the cures that its check knows, if one holds."""
     cures, trial = fault.found.cures, fault.trial
-    held = result.budget.run("cures", partial(trial.first, cures)) if cures else None
-    return replace(fault, held=tuple(held or ()))
+    return replace(fault, held=tuple(trial.first(cures)))
 
 
 def _placed(step: Step, fault: Fault) -> Fault:
