@@ -182,7 +182,8 @@ class Demanding(nn.Module):
 
 
 def test_a_cure_with_which_the_model_raises_is_none_and_others_are_tried() -> None:
-    report = Report(diagnose(take(step_of(lambda: around(nn.Sequential(Large(), Demanding())), "fp16")), ("formats", "islands"), 600))
+    step = step_of(lambda: around(nn.Sequential(Large(), Demanding())), "fp16")
+    report = Report(diagnose(take(step), ("formats", "islands"), 600))
     assert report.findings[0].cure == ("fp32 weights under torch.autocast(device, dtype=torch.bfloat16)",), str(report)
     assert report.diagnosis.budget.crashes == {}
 
