@@ -155,11 +155,14 @@ def search(step: Step, trial: Trial, scale: float | None, other: Format | None) 
     """
     finding, run = trial.finding, trial.budget.run
     # A loss scale costs nothing.
-    if finding.direction == BACKWARD and finding.kind == OVERFLOW and (held := trial.first(scale_cures(step, scale))):
+    of_scale = finding.direction == BACKWARD and finding.kind == OVERFLOW
+    held = trial.first(scale_cures(step, scale)) if of_scale else []
+    if held:
         return held
     # Fp32 for the fewest modules, or for what a line casts.
     casts = (cure for cure in cast_cures(step) if cure.at["module"] == finding.module)
-    held: list[Cure] = run("search for islands", lambda: list(find_islands(step, trial))) or trial.first(casts)
+    islands = run("search for islands", lambda: list(find_islands(step, trial)))
+    held = [*islands] if islands else trial.first(casts)
     # Fp32 for an operator.
     held += run(_PART, lambda: trial.first(operators_of(step, finding))) or []
     held = held or trial.first(operators_of_line(step, finding))
