@@ -78,7 +78,12 @@ class Trial:
 
     def first(self, cures: Iterable[Cure]) -> list[Cure]:
         """Return the first cure that holds; empty: none does."""
-        return next(([cure] for cure in cures if self.is_gone(cure.step) and trains(cure.step)), [])
+        return next(([cure] for cure in cures if self._holds(cure)), [])
+
+    def _holds(self, cure: Cure) -> bool:
+        """Return whether a cure holds; one with which the model cannot be computed does not, and others are tried."""
+        step = cure.step
+        return self.budget.goes_on(CURES) and bool(self.budget.run(CURES, lambda: self.is_gone(step) and trains(step)))
 
     def place(self, cures: Iterable[Cure]) -> tuple[list[Cure], dict[str, Any]]:
         """Return the first cure that holds, and where it says the finding is; else the first place without it."""
@@ -148,15 +153,18 @@ def search(step: Step, trial: Trial, scale: float | None, other: Format | None) 
         scale: the loss scale that is proposed; None: none fits.
         other: another format that may cure it.
     """
-    finding = trial.finding
+    finding, run = trial.finding, trial.budget.run
     # A loss scale costs nothing.
-    if finding.direction == BACKWARD and finding.kind == OVERFLOW and (held := trial.first(scale_cures(step, scale))):
+    of_scale = finding.direction == BACKWARD and finding.kind == OVERFLOW
+    held = trial.first(scale_cures(step, scale)) if of_scale else []
+    if held:
         return held
     # Fp32 for the fewest modules, or for what a line casts.
     casts = (cure for cure in cast_cures(step) if cure.at["module"] == finding.module)
-    held = trial.first(find_islands(step, trial)) or trial.first(casts)
+    islands = run("search for islands", lambda: list(find_islands(step, trial)))
+    held = [*islands] if islands else trial.first(casts)
     # Fp32 for an operator.
-    held += trial.first(operators_of(step, finding))
+    held += run(CURES, lambda: trial.first(operators_of(step, finding))) or []
     held = held or trial.first(operators_of_line(step, finding))
     # Another format with 16 bits.
     return held + trial.first([format_cure(step, other)] if other else [])
@@ -185,7 +193,7 @@ def islands_text(remedies: Remedies, modules: list[str], cost: str, minimal: boo
 
 
 def find_islands(step: Step, trial: Trial) -> Iterator[Islands]:
-    """Yield the islands that cure a finding; none where there are none.
+    """Yield the islands that cure a finding, and with which the step trains on; none where there are none.
 
     They grow by diagnosis: the module of the finding, then those of what is found next, such as the same fault in
     every layer; where a module in fp32 does not help, the one that contains it. Then each is tried to be left out.
@@ -213,6 +221,8 @@ def find_islands(step: Step, trial: Trial) -> Iterator[Islands]:
     # Leave out.
     modules = _needed(modules, lambda rest: goes_on() and not faults(rest))
     other, minimal = step.in_fp32(modules), goes_on()
+    if not trains(other):  # that it is cured is known, also where there is no more time
+        return
     cost = ""
     if finding.kind != EXCEPTION:  # without them there is no step to compare with
         cost = trial.budget.run("cost of the islands", partial(_cost, step, other)) or ""

@@ -14,10 +14,11 @@ import torch
 
 from mantissa.doctor.budget import Budget, Say
 from mantissa.doctor.checks import CHECKS, COMPILED, EXACT, FINITE, ISLANDS, RUNS, SWEEP, TABLE, Check
-from mantissa.doctor.cures import CURES, Islands, Trial, line_of_error, places, search
+from mantissa.doctor.cures import Islands, Trial, line_of_error, places, search
 from mantissa.doctor.finding import (
     CRASH,
     DOMAIN,
+    DTYPE,
     ERROR,
     EXAMINATION,
     EXCEPTION,
@@ -240,17 +241,17 @@ def _make(result: Diagnosis, check: Check) -> None:
     examined = budget.run(part, partial(check.find, step, budget))
     if examined is None:
         return
-    result.examined[part] = examined
+    result.examined[part] = replace(examined, again=None)  # which holds what it compares with
     result.notes += examined.notes
     if not check.is_after(result.known):
         return
 
-    # Every fault, with the cure that holds. One line of code is named once.
+    # Every fault, with the cure that holds; but for a cast that is known by what it breaks.
     again = examined.again or (lambda other: check.find(other, budget))
     keys = frozenset(finding.key for finding in examined.findings)
     lines = {finding.line for finding in result.known if finding.line}
     for finding in examined.findings:
-        if finding.line not in lines:
+        if finding.kind != DTYPE or finding.line not in lines:
             trial = Trial(finding, keys - {finding.key}, again, budget)
             fault = Fault(trial, check.finds_half)
             unplaced = finding.kind == check.unplaced and not finding.module and not finding.tensor
@@ -266,9 +267,7 @@ def _step_for(result: Diagnosis, check: Check) -> Step:
 
 def _tried(result: Diagnosis, fault: Fault) -> Fault:
     """Return a fault with the first of the cures that its check knows, if one holds."""
-    cures, trial = fault.reported.candidates, fault.trial
-    held = result.budget.run(CURES, partial(trial.first, cures)) if cures else None
-    return replace(fault, held=tuple(held or ()))
+    return replace(fault, held=tuple(fault.trial.first(fault.reported.candidates)))
 
 
 def _placed(step: Step, fault: Fault) -> Fault:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -41,7 +41,8 @@ class FormatTrial:
     """The last one tried."""
     why: str = ""
     """Reason why it was left out, or the error that it raised."""
-    error: Exception | None = field(default=None, compare=False)
+    error: str = ""
+    """The whole of that error; no exception, whose traceback would hold the model and its activations."""
     loss: float = math.nan
 
     @property
@@ -66,7 +67,7 @@ class FormatTrial:
             if is_out_of_memory(error):
                 raise
             status = LEFT_OUT if isinstance(error, FormatError) else RAISES
-            return replace(self, status=status, why=described(error), error=error)
+            return replace(self, status=status, why=described(error), error=f"{type(error).__name__}: {error}")
         status, bad = BREAKS if result.nonfinite else OK, tuple(result.nonfinite)
         return replace(self, status=status, nonfinite=bad, scale=replay.scale, loss=result.loss.item())
 
@@ -184,7 +185,7 @@ def _at_fault(sweep: Sweep, step: Step, broken: FormatTrial, budget: Budget) -> 
     fp32, notes = sweep.of(plain(FP32)), []
     assert fp32 is not None
     name, half = broken.name, broken is not fp32
-    if _is_same(broken.error, fp32.error):
+    if broken.error and broken.error == fp32.error:
         name, half = fp32.name, False
         notes.append("fp32 raises it, too, so precision is not the cause")
 
@@ -207,10 +208,6 @@ def _at_fault(sweep: Sweep, step: Step, broken: FormatTrial, budget: Budget) -> 
             why = "numbers are beyond fp32's range, or lost in its rounding"
         notes.append(f"the step is not finite in fp32, so 16 bits are not the cause: {why}")
     return replace(sweep, findings=(finding,), notes=tuple(notes), half=half)
-
-
-def _is_same(error: Exception | None, other: Exception | None) -> bool:
-    return error is not None and type(error) is type(other) and error.args == getattr(other, "args", None)
 
 
 def _unlocated(trial: FormatTrial, name: str) -> Finding:

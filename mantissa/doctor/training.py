@@ -93,7 +93,7 @@ def _seconds(step: Step, budget: Budget) -> float:
 
 
 def _standard(step: Step, batches: list[list[Batch]], exact: Tensor, weights: dict[str, Tensor]) -> _Standard:
-    if step.format.half is None:  # in fp32 chaos soon leaves any spread
+    if step.format.number is FP32:  # whose chaos soon leaves any spread
         return _Standard(batches, exact, weights, exact, torch.full_like(exact, math.inf))
     unit = step.format.number.unit_roundoff
     references = torch.stack([_perturbed(step, batches, unit, seed) for seed in range(_REPLAYS)])
@@ -112,7 +112,7 @@ def _judged(standard: _Standard, step: Step) -> Examined:
     batches, exact, middle, limit = standard.batches, standard.exact, standard.middle, standard.limit
     replay = step.as_run()
     losses = losses_of(replay, batches)
-    alone = step.format.half is None
+    alone = step.format.number is FP32
     first = leaves(losses, middle, limit)
     if alone and not losses.isfinite().all():
         first = _first_infinite(losses)

@@ -15,7 +15,7 @@ from recipes.data.text.corpus import PythonDocs, TextFiles
 from recipes.data.text.documents import Text, split
 from recipes.data.text.pretrained import Pretrained
 from recipes.data.text.tokenizers import BytePairs
-from recipes.data.text.tokens import TokenData
+from recipes.data.text.tokens import TokenData, Windows
 from trainer.errors import UserError
 
 LINES = [f"def function_{i}(x):\n    return x * {i * i}  # naïve, 日本\n\n\n" for i in range(400)]
@@ -51,6 +51,14 @@ def decoded(data: TokenData) -> tuple[str, str]:
 def test_tinyshakespeare_in_characters_is_nanogpts(shared_data: Path) -> None:
     data = TextFiles(path=str(shared_data / "tinyshakespeare.txt"), tokenizer="chars").tokens(None)
     assert (len(data.train), len(data.valid), data.tokenizer.vocab_size) == (1_003_854, 111_540, 65)
+
+
+@pytest.mark.parametrize(("ids", "count"), [(12, 2), (13, 3), (16, 3), (17, 4)])
+def test_windows_are_as_many_as_the_ids_and_the_one_after_them_fill(ids: int, count: int) -> None:
+    windows = Windows(np.arange(ids), 4, more=1)
+    assert len(windows) == count
+    cut = [windows.cut(index, None).tolist() for index in range(count)]
+    assert cut == [list(range(4 * index, 4 * index + 5)) for index in range(count)]
 
 
 @pytest.mark.parametrize("tokenizer", ["bpe", "chars", "bytes"])

@@ -68,3 +68,15 @@ def test_evaluation_changes_no_step() -> None:
     evaluated.evaluate()
     fit(evaluated)
     assert same_bits(plain.state_dict(), evaluated.state_dict())  # its generators, too
+
+
+def test_an_evaluation_that_draws_leaves_the_generators_of_training() -> None:
+    class Noisy(SmallConvNet):
+        def loss(self, model: Any, batch: Any) -> LossOutput:
+            torch.rand(3)
+            return super().loss(model, batch)
+
+    trainer = Trainer.from_config(Config(Noisy(), NoData(), steps=2, batch_size=4, eval_samples=8), CPU)
+    before = torch.get_rng_state()
+    trainer.evaluate()
+    assert torch.equal(torch.get_rng_state(), before)

@@ -102,6 +102,11 @@ def test_the_best_checkpoint_is_that_of_the_chosen_metric(train: Train, succeed:
     assert only_run(folder) == run
 
 
+def test_a_training_that_is_no_longer_finite_has_an_exit_code_of_its_own(train: Train) -> None:
+    done = train(*TINY, "optimizer.lr=1e30", "steps=4")
+    assert (done.code, "the gradients are not finite" in done.err) == (3, True), done.err
+
+
 def test_one_batch_must_be_learnt(train: Train, succeed: Train, folder: Path) -> None:
     small = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "profiler=none"]
     learnt = succeed(*small, "debug=overfit", "batch_size=2", "steps=60", "optimizer.lr=0.03")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import mantissa
+from mantissa.doctor.budget import Budget
 from mantissa.doctor.diagnosis import diagnose
 from mantissa.doctor.examine import Report, take
 from mantissa.doctor.finding import ERROR
@@ -53,6 +54,17 @@ class Small(Between):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + scaled_gradient(self.layer(x), self.factor)
+
+
+class Large(nn.Module):
+    """A layer whose numbers fp16 cannot hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * 1e6
 
 
 class Branches(nn.Module):
@@ -147,6 +159,33 @@ def test_islands_are_as_few_as_cure_the_step_and_have_a_price(name: str) -> None
     assert (islands.modules, islands.minimal) == (modules, True)
     assert re.search(r"\]\)  \([+-][\d.]+ (B|KiB|MiB)\)$", islands.text), islands.text
     assert not islands.step.as_run().run_with_backoff().nonfinite
+
+
+def test_islands_are_told_where_there_was_no_time_to_leave_some_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    over: list[bool] = []
+    monkeypatch.setattr(Budget, "left", lambda self: 0.0 if over else 600.0)
+    monkeypatch.setattr("mantissa.doctor.cures._needed", lambda names, cured: over.append(True) or names)
+    build, modules = ISLANDS["two layers"]
+    result = diagnose(take(step_of(build, "fp16", with_zeros)), ("formats", "islands"))
+    assert result.islands is not None, str(Report(result))
+    assert (set(result.islands.modules) >= set(modules), result.islands.minimal) == (True, False)
+    assert "not minimal: out of time" in str(Report(result))
+
+
+class Demanding(nn.Module):
+    """Takes nothing but 16 bits where it is called in autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            assert x.dtype.itemsize == 2
+        return x.float() * 1e-6
+
+
+def test_a_cure_with_which_the_model_raises_is_none_and_others_are_tried() -> None:
+    step = step_of(lambda: around(nn.Sequential(Large(), Demanding())), "fp16")
+    report = Report(diagnose(take(step), ("formats", "islands"), 600))
+    assert report.findings[0].cure == ("fp32 weights under torch.autocast(device, dtype=torch.bfloat16)",), str(report)
+    assert report.diagnosis.budget.crashes == {}
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,19 @@ def test_fp32_weights_are_no_cure_where_they_do_not_help(mode: str) -> None:
     assert [cure for cure in finding.candidates if not examination.again(cure.step).findings] == []
 
 
+class Coarse(nn.Module):
+    """Rounds its inputs as a GPU rounds those of products in tf32, but far more: only numbers in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + ((x * 2).round() / 2 - x).detach() if x.dtype == torch.float32 else x
+
+
+def test_tf32_may_differ_by_the_spread_of_its_rounding_alone() -> None:
+    (finding,) = examined(case_of(lambda: nn.Sequential(around(nn.LayerNorm(WIDTH)), Coarse()), "tf32")).findings
+    assert finding.kind == DIVERGENCE
+    assert "rounding explains at most" in finding.detail
+
+
 def test_the_first_loss_is_not_one_of_updates() -> None:
     step = step_of(lambda: nn.Sequential(around(nn.LayerNorm(WIDTH)), Rounded(2)), optimizer=adamw(1e-3))
     findings = examined(step).findings

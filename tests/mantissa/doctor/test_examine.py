@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,10 @@ from mantissa.__main__ import main
 from mantissa.doctor.checks import TABLE
 from mantissa.doctor.diagnosis import HEALTHY
 from mantissa.doctor.finding import DTYPE, ERROR, INPUT, LOST, MOMENT, OVERFLOW, RATE
+from mantissa.doctor.sweep import RAISES, FormatTrial
 from mantissa.errors import FormatError
+from mantissa.formats import FORMATS
+from mantissa.step.loop import LoopStep
 from mantissa.tensors import random_state
 from tests.mantissa.bits import same_bits
 from tests.mantissa.doctor.faults import Batch, Own, adam, error, regression, with_value
@@ -317,6 +321,20 @@ def test_a_loss_that_takes_no_other_batch_is_examined(raised: type[Exception], m
     assert report.findings[0].kind == INPUT, str(report)
     assert report.findings[0].cure[0].startswith("leave out sample 5"), str(report)  # others take its place
     assert report.diagnosis.budget.crashes == {}
+
+
+def test_a_format_that_raises_holds_neither_model_nor_activations() -> None:
+    given: list[weakref.ref[Tensor]] = []
+
+    class Raising(Own):
+        def forward(self, x: Tensor) -> Tensor:
+            given.append(weakref.ref(x))
+            raise RuntimeError("not here")
+
+    step = LoopStep.copied(Raising(), error, regression(), FORMATS["bf16"])
+    trial = FormatTrial("bf16", FORMATS["bf16"]).take(step)
+    assert (trial.status, trial.why) == (RAISES, "RuntimeError: not here")
+    assert [kept() for kept in given] == [None]
 
 
 def test_what_does_not_fit_beside_a_step_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

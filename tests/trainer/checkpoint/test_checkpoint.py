@@ -235,6 +235,20 @@ def test_new_names_are_flushed_to_the_disk(tmp_path: Path, monkeypatch: pytest.M
     assert flushed[folder.path / ".config.json.partial"] == {str((folder.path / "config.json").stat().st_size)}
 
 
+def test_the_whole_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: dict[str, int] = {}
+
+    def note(path: Path) -> None:
+        if path.is_file():
+            flushed[path.name] = path.stat().st_size
+
+    monkeypatch.setattr(files, "flush", note)
+    written = write(tmp_path)
+    assert {path.name: path.stat().st_size for path in written.iterdir()}.items() <= flushed.items()
+
+
 @pytest.mark.parametrize("name", ["step-original", "step-00000009x", "step-9", "step-٠٠٠٠٠٠٠٩", ".step-a.old"])
 def test_what_a_person_or_a_system_leaves_among_checkpoints_is_ignored(name: str, tmp_path: Path) -> None:
     shutil.copytree(write(tmp_path, 3), tmp_path / name)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from trainer.tracking.log import MetricLog
 from trainer.tracking.options import Tracking
 from trainer.tracking.plots import _curve, plot_run, read_series
 from trainer.tracking.store import database_file, tracking_uri, valid_key
+from trainer.tracking.tracked_run import TrackedRun
 
 INF, NAN = float("inf"), float("nan")
 
@@ -68,6 +70,18 @@ def test_finish_writes_the_summary_and_the_plots(tracker: Callable[..., MetricLo
     best = {"value": None, "value_nonfinite": 1}
     assert summary == {"status": "FINISHED", "loss": 1.0, "best": best, "sizes": [1, None]}
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"loss.png"}
+
+
+def test_a_line_that_is_still_being_written_is_sent_when_it_is_whole(tmp_path: Path) -> None:
+    sent: list[Any] = []
+    client = SimpleNamespace(log_batch=lambda run_id, metrics, **_: sent.extend(metric.step for metric in metrics))
+    follower = Follower(tmp_path, "sqlite:///", TrackedRun("e", "r", {}, {}))
+    one, two = (json.dumps({"step": step, "time": 0.0, "loss": 1.0}) + "\n" for step in (1, 2))
+    for written, steps in ((one + two[:9], [1]), (two[9:], [1, 2])):
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(written)
+        follower._send_metrics(client, "id")  # type: ignore[arg-type]
+        assert sent == steps
 
 
 @pytest.mark.parametrize("lines", [0, 2])
