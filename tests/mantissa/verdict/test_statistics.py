@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import geometric_mean
 from typing import Any
 
@@ -71,6 +72,16 @@ def test_the_p_values_are_scipys(mean: float, stats: Any) -> None:
     found = judged(differences)
     assert found.p_equivalent == pytest.approx(max(lower, upper))
     assert (found.verdict == EQUIVALENT) == (found.p_equivalent < 0.05)  # the tests decide
+
+
+@pytest.mark.parametrize(("tail", "verdict"), [(0.04, INCONCLUSIVE), (0.02, WORSE)])
+def test_worse_and_better_share_the_five_percent(tail: float, verdict: str) -> None:
+    """Beyond the margin in one of two directions: each direction has half of the error rate."""
+    differences = np.array([-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0]) * SPREAD
+    error = differences.std(ddof=1) / math.sqrt(7)
+    beyond = MARGIN + error * student_quantile(1 - tail, 6)
+    assert judged(differences + beyond).verdict == verdict
+    assert judged(differences - beyond).verdict == {WORSE: BETTER}.get(verdict, verdict)
 
 
 def test_arms_that_are_clearly_equal_or_worse_are_found_among_six() -> None:
