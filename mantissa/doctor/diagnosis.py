@@ -94,8 +94,8 @@ class Fault:
     def finding(self) -> Finding:
         """The same with the cures that hold, and the place that they say, for the report."""
         at = dict(item for cure in self.held for item in cure.at.items()) or self.at
-        texts = (*self.reported.cure, *(cure.text for cure in self.held))
-        return replace(self.reported, **at, cure=texts, candidates=())
+        texts = filter(None, [self.reported.known_cure, *(cure.text for cure in self.held)])
+        return replace(self.reported, **at, cure=tuple(texts), known_cure="", candidates=())
 
 
 @dataclass

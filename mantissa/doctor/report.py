@@ -114,7 +114,8 @@ def _tables(diagnosis: Diagnosis) -> dict[str, list[dict[str, Any]]]:
 
 def _row(finding: Finding) -> dict[str, Any]:
     """Return a finding as JSON holds it."""
-    return {of.name: getattr(finding, of.name) for of in fields(finding) if of.name != "candidates"}
+    names = [of.name for of in fields(finding) if of.name not in ("known_cure", "candidates")]  # which are its cures
+    return {name: getattr(finding, name) for name in names}
 
 
 def write_report(
