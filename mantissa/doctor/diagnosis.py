@@ -217,14 +217,11 @@ def _sweep(result: Diagnosis) -> None:
     result.notes += sweep.notes
     if sweep.as_run is not None and sweep.as_run.status == OK:
         result.step = taken.step.at_scale(sweep.as_run.scale)
+
+    # Nothing is left of its faults where a step is finite, and a `Trial` asks that of any cure.
     for finding in sweep.findings:
-        trial = Trial(finding, frozenset(), _finite_alone, result.budget)
+        trial = Trial(finding, frozenset(), lambda other: Examined(), result.budget)
         result.faults.append(_tried(result, Fault(trial, sweep.half)))
-
-
-def _finite_alone(step: Step) -> Examined:
-    """Report nothing: of the sweep's fault nothing is left where a step is finite, as any cure has to be."""
-    return Examined()
 
 
 def _is_wanted(result: Diagnosis, check: Check) -> bool:
