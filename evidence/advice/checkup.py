@@ -9,6 +9,7 @@ from typing import Any
 from evidence.doctor.step import step_of
 from evidence.isolated import answer, measure_isolated
 from evidence.runs import merge_overrides
+from mantissa.doctor.checks import MANIFEST, MODULES, RANGE, SWEEP
 from mantissa.doctor.diagnosis import HEALTHY, diagnose
 from mantissa.doctor.examine import take
 from mantissa.doctor.finding import CRASH
@@ -21,7 +22,7 @@ from trainer.trainer import Trainer
 
 SAMPLES = 2
 """Number of samples in the step that is examined, at most: formats do not depend on it, and batch norm needs two."""
-CHECKS = ("formats", "manifest", "range", "modules", "updates")
+CHECKS = (SWEEP, MANIFEST, RANGE, MODULES, "updates")
 """Checks of the doctor that need few steps."""
 TIME_BUDGET_S, LIMIT_S = 30, 180.0
 """Seconds for the doctor's checks; and for all of it, with the start of its process and the end of a part."""

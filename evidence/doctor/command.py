@@ -11,7 +11,8 @@ from evidence.doctor.plots import figures
 from evidence.doctor.replay import of_overrides, of_run
 from evidence.runs import redacted_arguments
 from mantissa.commands import say_part, seconds_of
-from mantissa.doctor.diagnosis import CHECKS, Diagnosis, diagnose
+from mantissa.doctor.checks import CHECKS, ISLANDS
+from mantissa.doctor.diagnosis import Diagnosis, diagnose
 from mantissa.doctor.report import lines, opening, write_report
 from trainer.config.options import Overriding, parse
 from trainer.config.schema import Config
@@ -36,7 +37,7 @@ class DoctorOptions(Overriding):
         if unknown := [name for name in self.check if name not in (*CHECKS, "all")]:
             near = nearest(unknown[0], CHECKS)
             raise UserError(f"check={unknown[0]} is not a check{near} (all, {', '.join(CHECKS)})")
-        if self.check == ["islands"]:
+        if self.check == [ISLANDS]:
             raise UserError("check=islands cures what another check finds; set check=formats,islands, or check=all")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mantissa.doctor.checks import MODULES
 from mantissa.doctor.diagnosis import Diagnosis
 from mantissa.doctor.fp16_range import HIGHEST, LOWEST, Exponents
 from mantissa.doctor.module_errors import LocalError
@@ -32,7 +33,7 @@ def figures(diagnosis: Diagnosis) -> list[Plot]:
         outputs = [layer for layer in layers if layer.tensor == "output"]
         weights = [layer for layer in reversed(layers) if layer.tensor != "output"]  # they came in backward order
         drawn += [_exponents(what, part, scale) for what, part in (("outputs", outputs), ("weights", weights)) if part]
-    if (errors := diagnosis.examined.get("modules")) is not None:
+    if (errors := diagnosis.examined.get(MODULES)) is not None:
         for direction in (FORWARD, BACKWARD):
             rows = [row for row in errors.rows if 0 < row.e < math.inf and row.direction == direction]
             drawn += [_errors(direction, rows)] if rows else []

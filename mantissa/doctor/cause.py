@@ -103,23 +103,19 @@ class Origin:
         if self.outlier is not None:
             yield str(self.outlier)
 
-    def finding(
-        self, kind: str, details: Iterable[str], cure: str = "", site: Site | None = None, **fields: Any
-    ) -> Finding:
+    def finding(self, kind: str, details: Iterable[str], site: Site | None = None, **fields: Any) -> Finding:
         """Return the fault.
 
         Args:
             kind: of the fault.
             details: in words.
-            cure: what was tried; empty: nothing cures it.
             site: where it is; None: at the operator.
             fields: more fields of a finding.
         """
         detail = "; ".join(details)
         if self.opened:
             detail += f"; inside {self.opened}, opened (fused kernels keep the scores in fp32)"
-        site, tried = site or self.node.site, (cure,) if cure else ()
-        return Finding.at(site, kind, self.format, detail=detail, path=self.path, cure=tried, **fields)
+        return Finding.at(site or self.node.site, kind, self.format, detail=detail, path=self.path, **fields)
 
 
 def find_origin(replay: Replay, format: str) -> Finding | None:
@@ -296,7 +292,7 @@ def _input(origin: Origin) -> Finding | None:
         other = other.with_values(_without_infinities)
     cure = cure if _is_finite(replay, other) else ""
     module = "" if in_batch else name.rpartition(".")[0]
-    return origin.finding(INPUT, [detail], cure, module=module, tensor=place)
+    return origin.finding(INPUT, [detail], known_cure=cure, module=module, tensor=place)
 
 
 def _underflow(origin: Origin) -> Finding | None:
@@ -318,7 +314,7 @@ def _sample(origin: Origin) -> Finding | None:
         return None
     place = origin.outlier.place
     cure = f"leave out {place}: with usual samples in the place of such, the step is finite"
-    return origin.finding(INPUT, origin.numbers, cure, module="", tensor=place)
+    return origin.finding(INPUT, origin.numbers, known_cure=cure, module="", tensor=place)
 
 
 def _cast_data(origin: Origin) -> Finding | None:
@@ -331,7 +327,7 @@ def _cast_data(origin: Origin) -> Finding | None:
             small = [map_tensors(batch, _standardized) for batch in replay.step.microbatches]
             name = batch_key(name)
             cure = f"standardize {name}" if _is_finite(replay, replay.step.with_microbatches(small)) else ""
-            return origin.finding(OVERFLOW, origin.numbers, cure, tensor=name)
+            return origin.finding(OVERFLOW, origin.numbers, known_cure=cure, tensor=name)
     return None
 
 
@@ -348,7 +344,7 @@ def _operator(origin: Origin) -> Finding:
     if origin.others:
         details.append(f"{origin.others} operators are not finite independently of each other, this is the first")
     cure = f"leave out {samples(rows)}: without, the step is finite" if rows else ""
-    return origin.finding(kind, details, cure)
+    return origin.finding(kind, details, known_cure=cure)
 
 
 class Flushed(NamedTuple):
@@ -395,7 +391,7 @@ def _zeros(result: Tensor, exact: Tensor | None) -> str:
     return f"{int(zero.sum()):,} of {zero.numel():,} up to {exact[zero].abs().max().item():.3g} became 0"
 
 
-# --- cures that are tried: the step from other data ---
+# --- the step from other data: what is finite without some of it names the cause ---
 
 
 def _is_finite(replay: Replay, step: Step) -> bool:

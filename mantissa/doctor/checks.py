@@ -21,7 +21,8 @@ from mantissa.step.trace import FORWARD
 
 SWEEP, ISLANDS = "formats", "islands"
 """Names of the format sweep and of the search for cures among the checks."""
-COMPILED = "compiled step"
+MANIFEST, RANGE, MODULES, COMPILED = "manifest", "range", "modules", "compiled step"
+"""Names of the parts whose rows are read: they are in ``Diagnosis.examined``."""
 RUNS, FINITE, EXACT = "the run's format raises nothing", "the step is finite in it", "the step is finite in fp32"
 """What the format sweep says of a step, before the checks."""
 Sort = tuple[str, str]
@@ -75,11 +76,11 @@ TABLE = (
     # Compiled code beside eager code: of use only where nothing else is wrong.
     Check(SWEEP, compiled, COMPILED, after=NOTHING, only_compiled=True),
     # What operators run in, and whether gradients arrive.
-    Check("manifest", manifest, needs=frozenset({RUNS})),
+    Check(MANIFEST, manifest, needs=frozenset({RUNS})),
     Check("gradients", gradients),
     # What 16 bits cannot hold: gradients, data, results.
     Check(
-        "range",
+        RANGE,
         fp16_range,
         needs=frozenset({RUNS, EXACT}),
         after=NOTHING,
@@ -87,8 +88,8 @@ TABLE = (
         finds_half=True,
     ),
     Check("data", data, after=frozenset({STORED}), only_half=True),
-    Check("modules", module_errors, after=frozenset({STORED}), unplaced=ERROR, finds_half=True),
-    Check("modules", whole_gradients, "whole gradients", after=frozenset({STORED}), unplaced=ERROR, finds_half=True),
+    Check(MODULES, module_errors, after=frozenset({STORED}), unplaced=ERROR, finds_half=True),
+    Check(MODULES, whole_gradients, "whole gradients", after=frozenset({STORED}), unplaced=ERROR, finds_half=True),
     # What training loses.
     Check("updates", updates, only_half_weights=True),
     Check("state", state_updates),

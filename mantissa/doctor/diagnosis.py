@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mantissa.doctor.budget import Budget, Say
-from mantissa.doctor.checks import CHECKS, COMPILED, EXACT, FINITE, ISLANDS, RUNS, SWEEP, TABLE, Check
+from mantissa.doctor.checks import CHECKS, COMPILED, EXACT, FINITE, ISLANDS, RANGE, RUNS, SWEEP, TABLE, Check
 from mantissa.doctor.cures import Islands, Trial, line_of_error, places, search
 from mantissa.doctor.finding import (
     CRASH,
@@ -95,8 +95,8 @@ class Fault:
     def finding(self) -> Finding:
         """The same with the cures that hold, and the place that they say, for the report."""
         at = dict(item for cure in self.held for item in cure.at.items()) or self.at
-        texts = (*self.reported.cure, *(cure.text for cure in self.held))
-        return replace(self.reported, **at, cure=texts, candidates=())
+        texts = filter(None, [self.reported.known_cure, *(cure.text for cure in self.held)])
+        return replace(self.reported, **at, cure=tuple(texts), known_cure="", candidates=())
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Diagnosis:
     step: Step
     """The step, at the loss scale at which it is finite, if there is one."""
     verdict: str = HEALTHY
-    formats: Sweep = field(default_factory=Sweep)
+    sweep: Sweep = field(default_factory=Sweep)
     faults: list[Fault] = field(default_factory=list)
     examined: dict[str, Examined] = field(default_factory=dict)
     """What each part of the examination measured."""
@@ -140,27 +140,27 @@ class Diagnosis:
         return next((cure for cure in held if isinstance(cure, Islands)), None)
 
     @property
-    def sweep(self) -> list[FormatTrial]:
+    def formats(self) -> list[FormatTrial]:
         """The formats that were tried, and the compiled step."""
         compiled = self.examined.get(COMPILED, Examined())
-        return [*self.formats.trials, *compiled.rows]
+        return [*self.sweep.trials, *compiled.rows]
 
     @property
     def range(self) -> Range | None:
         """The loss scales that fit."""
-        measured = self.examined.get("range")
+        measured = self.examined.get(RANGE)
         return measured if isinstance(measured, Range) else None
 
     @property
     def finite(self) -> bool:
         """Whether the step is finite in the run's own format, at a loss scale that its scaler would find."""
-        as_run = self.formats.as_run
+        as_run = self.sweep.as_run
         return as_run.status == OK if as_run is not None else self.taken.finite
 
     @property
     def facts(self) -> set[str]:
         """What the format sweep says."""
-        as_run, fp32 = self.formats.as_run, self.formats.of(plain(FP32))
+        as_run, fp32 = self.sweep.as_run, self.sweep.of(plain(FP32))
         facts = {
             RUNS: as_run is None or as_run.status != RAISES,
             FINITE: self.finite,
@@ -214,18 +214,15 @@ def _sweep(result: Diagnosis) -> None:
     """Try every format, and go on with the step at the loss scale that its scaler finds."""
     taken = result.taken
     loss = taken.loss if taken.finite and not taken.step.compiles else None
-    result.formats = sweep = format_sweep(taken.step, result.budget, loss, taken.failed)
+    result.sweep = sweep = format_sweep(taken.step, result.budget, loss, taken.failed)
     result.notes += sweep.notes
     if sweep.as_run is not None and sweep.as_run.status == OK:
         result.step = taken.step.at_scale(sweep.as_run.scale)
+
+    # Nothing is left of its faults where a step is finite, and a `Trial` asks that of any cure.
     for finding in sweep.findings:
-        trial = Trial(finding, frozenset(), _finite_alone, result.budget)
+        trial = Trial(finding, frozenset(), lambda other: Examined(), result.budget)
         result.faults.append(_tried(result, Fault(trial, sweep.half)))
-
-
-def _finite_alone(step: Step) -> Examined:
-    """Report nothing: of the sweep's fault nothing is left where a step is finite, as any cure has to be."""
-    return Examined()
 
 
 def _is_wanted(result: Diagnosis, check: Check) -> bool:
@@ -300,7 +297,7 @@ def _search(result: Diagnosis) -> None:
 
 def _other_format(result: Diagnosis, finding: Finding) -> Format | None:
     """Return bf16 where its loss is that of fp32, and it has no fewer bits where those are at fault."""
-    bf16, fp32 = result.formats.of(plain(BF16)), result.formats.of(plain(FP32))
+    bf16, fp32 = result.sweep.of(plain(BF16)), result.sweep.of(plain(FP32))
     if bf16 is None or fp32 is None or (bf16.status, fp32.status) != (OK, OK) or result.step.format is bf16.format:
         return None
     agrees = math.isclose(bf16.loss, fp32.loss, rel_tol=DIFFERENT)
@@ -310,7 +307,7 @@ def _other_format(result: Diagnosis, finding: Finding) -> Format | None:
 
 def _verdict(result: Diagnosis) -> str:
     """Return the verdict; what is not reproduced is noted with what to do."""
-    taken, as_run = result.taken, result.formats.as_run
+    taken, as_run = result.taken, result.sweep.as_run
     if result.faults:
         return FOUND
     if result.budget.crashes:

@@ -181,6 +181,6 @@ def _changed_by_scale(reference: Replay, once: dict[str, Tensor], step: Step) ->
     # The same without the hooks.
     for of in dicts:
         of.clear()
-    cure = ("clip after scaler.unscale_(optimizer): without the hooks gradients are proportional",)
-    hooked = _disproportionate(reference, wrong)
-    yield Finding(SCALE, BACKWARD, "", step.format.name, detail=detail, cure=() if hooked else cure, line=line)
+    cure = "clip after scaler.unscale_(optimizer): without the hooks gradients are proportional"
+    cure = "" if _disproportionate(reference, wrong) else cure
+    yield Finding(SCALE, BACKWARD, "", step.format.name, detail=detail, known_cure=cure, line=line)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mantissa.display import finite
+from mantissa.doctor.checks import MANIFEST, MODULES, RANGE
 from mantissa.doctor.diagnosis import FOUND, HEALTHY, INCOMPLETE, Diagnosis, TakenStep
 from mantissa.doctor.finding import MEANINGS, OVERFLOW, Finding
 from mantissa.doctor.fp16_range import LOWEST, Exponents
@@ -37,9 +38,9 @@ def lines(diagnosis: Diagnosis) -> list[str]:
     taken, scales = diagnosis.taken, diagnosis.range
 
     # The formats, with their losses where those differ.
-    losses = [trial.loss for trial in diagnosis.sweep if math.isfinite(trial.loss)]
+    losses = [trial.loss for trial in diagnosis.formats if math.isfinite(trial.loss)]
     differ = bool(losses) and max(losses) - min(losses) > DIFFERENT * max(map(abs, losses))
-    text = [" · ".join(trial.text(differ) for trial in diagnosis.sweep)] if diagnosis.sweep else []
+    text = [" · ".join(trial.text(differ) for trial in diagnosis.formats)] if diagnosis.formats else []
 
     # The faults, with their cures; the loss scales that fit.
     for finding in diagnosis.findings:
@@ -82,7 +83,7 @@ def _facts(diagnosis: Diagnosis) -> dict[str, Any]:
             {name: getattr(trial, name) for name in ("name", "status", "scale", "why")}
             | finite({"loss": trial.loss})
             | {"nonfinite": trial.nonfinite}
-            for trial in diagnosis.sweep
+            for trial in diagnosis.formats
         ],
         "scales": None if scales is None else {"highest": scales.highest, "lowest": scales.lowest},
         "findings": [_row(finding) for finding in diagnosis.findings],
@@ -102,18 +103,19 @@ def _tables(diagnosis: Diagnosis) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of what was examined, by check."""
     examined = diagnosis.examined
     tables = {}
-    if "manifest" in examined:
-        tables["manifest"] = [row._asdict() for row in examined["manifest"].rows]
-    if "range" in examined:
-        tables["range"] = [_exponents(layer) for layer in examined["range"].rows]
-    if "modules" in examined:
-        tables["modules"] = [asdict(row) | {"ratio": row.ratio} for row in examined["modules"].rows]
+    if MANIFEST in examined:
+        tables[MANIFEST] = [row._asdict() for row in examined[MANIFEST].rows]
+    if RANGE in examined:
+        tables[RANGE] = [_exponents(layer) for layer in examined[RANGE].rows]
+    if MODULES in examined:
+        tables[MODULES] = [asdict(row) | {"ratio": row.ratio} for row in examined[MODULES].rows]
     return tables
 
 
 def _row(finding: Finding) -> dict[str, Any]:
     """Return a finding as JSON holds it."""
-    return {of.name: getattr(finding, of.name) for of in fields(finding) if of.name != "candidates"}
+    names = [of.name for of in fields(finding) if of.name not in ("known_cure", "candidates")]  # which are its cures
+    return {name: getattr(finding, name) for name in names}
 
 
 def write_report(

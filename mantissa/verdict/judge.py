@@ -131,36 +131,29 @@ def judge(
 
 
 def _at_all_looks(arms: Mapping[str, Losses], margin: float, store: Store) -> dict[str, Quality]:
-    """Judge every arm, and keep the look before any report shows it.
+    """Judge every arm at each look, and keep that of now before any report shows it.
 
     To see the same runs again is no other look, and neither is one that judges nothing.
     """
-    # What is seen now.
+    # What is seen now, and whether it is more than at the last look.
     ended = sorted([label, seed] for label, losses in arms.items() for seed, loss in losses.items() if loss is not None)
     look: Look = {"seeds": sorted(set().union(*arms.values())), "ended": ended}
+    is_new = look not in store.looks[-1:]
+    earlier = store.looks if is_new else store.looks[:-1]
 
-    # More than at the last look: it counts from now on, if it judges anything.
-    looks = store.looks
-    if look not in looks[-1:]:
-        qualities = _qualities(arms, margin, [*looks, look])
-        if any(quality.test or quality.verdict == WORSE for quality in qualities.values()):
-            store.add("look", look)
-            return qualities
-    return _qualities(arms, margin, looks)
-
-
-def _qualities(arms: Mapping[str, Losses], margin: float, looks: Sequence[Look]) -> dict[str, Quality]:
-    """Judge every arm at each look; what one has decided stands where the stricter tests of a later one do not."""
+    # What one look has decided stands where the stricter tests of a later one leave it open.
     qualities: dict[str, Quality] = {}
-    for number, look in enumerate([*looks[:-1], None], 1):  # None: that of now
-        before, qualities = qualities, _at_look(arms if look is None else _then(arms, look), margin, number)
-
-        # What was decided, and is now open.
+    for number, then in enumerate([*(_then(arms, past) for past in earlier), arms], 1):
+        before, qualities = qualities, _at_look(then, margin, number)
         for label, known in before.items():
             if known.test and known.verdict != INCONCLUSIVE == qualities[label].verdict:
                 why = f"decided at look {known.look}, of {known.test.difference.count} seeds"
                 stands = replace(qualities[label], verdict=known.verdict, test=known.test, look=known.look, why=why)
                 qualities[label] = stands
+
+    # A new look counts from now on, if it judges anything.
+    if is_new and any(quality.test or quality.verdict == WORSE for quality in qualities.values()):
+        store.add("look", look)
     return qualities
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mantissa.display import counted
-from mantissa.doctor.diagnosis import SWEEP
+from mantissa.doctor.checks import ISLANDS, MANIFEST, RANGE, SWEEP
 from mantissa.doctor.examine import PRECISIONS, Report, examine
 from mantissa.errors import FormatError, NotFiniteError, UsageError, check_type, described
 from mantissa.formats import FORMATS, TF32, computing_in, format_name
@@ -487,5 +487,5 @@ class Watch:
                 number=step.number,
                 generators=passes[0].generators(),
                 failed=True,
-                checks=(SWEEP, "manifest", "range", "islands"),
+                checks=(SWEEP, MANIFEST, RANGE, ISLANDS),
             )

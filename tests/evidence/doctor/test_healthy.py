@@ -86,7 +86,7 @@ def test_nothing_is_found_in_a_compiled_model() -> None:
     replay, _ = of_overrides([*overrides_of("bignet", "fp32"), "recipe.layers=2", "compile=default"], 1)
     diagnosis = diagnose(replay, ("formats",), time_budget_s=600)
     assert (diagnosis.verdict, diagnosis.notes) == (HEALTHY, [])
-    assert [(trial.name, trial.status) for trial in diagnosis.sweep] == [
+    assert [(trial.name, trial.status) for trial in diagnosis.formats] == [
         ("fp64", "ok"),
         ("fp32", "ok"),
         ("inductor", "ok"),

@@ -381,7 +381,7 @@ def test_autocast_of_the_loss_itself_says_the_precision(
     build: Callable[[], nn.Module], loss: Callable[[nn.Module, Batch], Tensor], precision: str
 ) -> None:
     report = mantissa.examine(build(), loss, regression(), precision)
-    assert [(trial.name, trial.status) for trial in report.diagnosis.sweep][:4] == [
+    assert [(trial.name, trial.status) for trial in report.diagnosis.formats][:4] == [
         *(("fp64", "ok"), ("fp32", "ok"), ("bf16", "ok"), ("fp16", "BREAKS"))
     ]
     finding = report.findings[0]
@@ -410,7 +410,7 @@ def test_weights_in_16_bits_hide_no_other_fault() -> None:
     batches = [{"x": batch["x"].bfloat16(), "y": batch["y"].bfloat16()} for batch in regression()]
     report = mantissa.examine(model.bfloat16(), error, batches, "bf16")
     assert {finding.kind for finding in report.findings} == {DTYPE, ERROR}, str(report)
-    assert [trial.status for trial in report.diagnosis.sweep] == ["ok", "ok", "ok"]
+    assert [trial.status for trial in report.diagnosis.formats] == ["ok", "ok", "ok"]
 
 
 class Looking(nn.Module):

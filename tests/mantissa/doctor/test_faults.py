@@ -39,7 +39,7 @@ def test_nothing_is_found_in_a_healthy_step(name: str, precision: str) -> None:
     report = HEALTHY[name].examined(precision)
     result = report.diagnosis
     assert (report.verdict, report.findings, result.budget.left_out) == (diagnosis.HEALTHY, [], []), str(report)
-    assert [trial.status for trial in result.sweep][:2] == ["ok", "ok"]
+    assert [trial.status for trial in result.formats][:2] == ["ok", "ok"]
 
 
 def test_every_kind_of_fault_is_planted_and_in_the_docs() -> None:
