@@ -39,6 +39,9 @@ MICRO = "micro_batch_size"
 class Plan(Generic[Config]):
     """What a config becomes before its data is open, see ``plan_of``."""
 
+    hardware: Hardware
+    world: World
+    """The processes that train together, each of which has such a plan."""
     config: Config
     """The config with values in the place of ``auto``; what open data decides is still ``auto``."""
     batching: Batching
@@ -152,6 +155,8 @@ def plan_of(
         "eval_samples": eval_samples,
     }
     return Plan(
+        hardware=hardware,
+        world=world,
         config=replace(config, epochs=None, **numbers),
         batching=batching,
         eval_every=epoch if every == EPOCH else Fraction(every),
@@ -165,29 +170,26 @@ def plan_of(
     )
 
 
-def settle(plan: Plan[Config], hardware: Hardware, world: World | None = None) -> Settled[Config]:
+def settle(plan: Plan[Config]) -> Settled[Config]:
     """Open the data of a plan, and return what its config becomes; every rank calls it.
-
-    Args:
-        plan: of this hardware and these processes.
-        hardware: where it runs.
-        world: the processes that train together; None: this one alone.
 
     Raises:
         UserError: the data cannot be had, or does not suit the options.
     """
-    world, config = world or World(), plan.config
+    config = plan.config
     # The data, and on a GPU the memory that it leaves.
-    datasets = plan.datasets or world.main_first(config.open_datasets)
-    free = free_bytes(hardware, world) if hardware.is_gpu else 0
+    datasets = plan.datasets or plan.world.main_first(config.open_datasets)
+    free = free_bytes(plan) if plan.hardware.is_gpu else 0
     # What they decide: options of the model and of its loss, the augmentation, the loading processes.
     size = plan.batching.micro_batch_size
-    context = Context(hardware, world, config.data, plan.recorded, datasets, size, free)
+    context = Context(plan.hardware, plan.world, config.data, plan.recorded, datasets, size, free)
     with on_every_rank():
         recipe, of_recipe = config.recipe.resolve(context)
         augment, of_augment = config.augment.resolve(context)
         loader, of_loader = config.loader.resolve(context)
     return Settled(
+        hardware=plan.hardware,
+        world=plan.world,
         config=replace(config, recipe=recipe, augment=augment, loader=loader),
         batching=plan.batching,
         eval_every=plan.eval_every,
@@ -203,14 +205,14 @@ def alone(settled: Settled[Config], micro_batch_size: int) -> Settled[Config]:
     batch_size = settled.batching.batch_size // settled.batching.ranks
     numbers: dict[str, Any] = {"batch_size": batch_size, MICRO: micro_batch_size}
     config = replace(settled.config, compile=Compile(), parallel=Parallel(), **numbers)
-    return replace(settled, config=config, batching=Batching(batch_size, micro_batch_size))
+    return replace(settled, world=World(), config=config, batching=Batching(batch_size, micro_batch_size))
 
 
-def free_bytes(hardware: Hardware, world: World) -> int:
+def free_bytes(plan: Plan[Config]) -> int:
     """Return the free memory of the rank that has least; every rank calls this."""
-    free = available_bytes(hardware.device)
-    shared = world.size > 1 and not hardware.is_gpu  # by the processes of a machine
-    return -world.all_reduce_max(-(free // launched_local_rank()[1] if shared else free))
+    free = available_bytes(plan.hardware.device)
+    shared = plan.world.size > 1 and not plan.hardware.is_gpu  # by the processes of a machine
+    return -plan.world.all_reduce_max(-(free // launched_local_rank()[1] if shared else free))
 
 
 def _from_weights(config: Config, recorded: Mapping[str, Any]) -> tuple[Config, list[Decision]]:

@@ -130,19 +130,19 @@ def _train(
         # 3. Settle: open the data, and give every auto its value.
         with terminal.work("opening the data"):
             plan = earlier.plan if earlier is not None else plan_of(config, hardware, world, fitted=fitted)
-            settled = settle(plan, hardware, world)
+            settled = settle(plan)
         # A new run has to fit into a CPU's memory: if need be it is settled anew, with a smaller microbatch.
         auto = config.micro_batch_size == "auto" and fitted is None
-        if earlier is None and (smaller := fit(settled, hardware, world, auto)):
+        if earlier is None and (smaller := fit(settled, auto)):
             plan = plan_of(config, hardware, world, fitted=smaller, datasets=settled.datasets)
-            settled = settle(plan, hardware, world)
+            settled = settle(plan)
 
         # 4. Build the model, which needs most of the memory, and check what only a forward pass can tell.
         _leave_garbage_alone(stack)
-        keep_memory(settled, hardware, world)
+        keep_memory(settled)
         try:
             with terminal.work("building the model"):
-                trainer = run_class.trainer_class(settled, hardware, world)
+                trainer = run_class.trainer_class(settled)
             stack.callback(trainer.close)
             scores = Scores(trainer.config, trainer.metrics.lower_is_better)
             scores.check_known(trainer.metric_names, always=bool(trainer.metrics))
