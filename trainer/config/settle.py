@@ -124,29 +124,30 @@ def plan_of(
     if by_epochs and datasets is None:
         datasets = world.main_first(config.open_datasets)
     samples, validation = (len(datasets.train), len(datasets.valid)) if by_epochs and datasets else (0, 0)
-    # From here on every number follows from those before it.
+    # From here on every number follows from those before it: what is typed, else this value, and why.
     with on_every_rank():
-        batch_size, of_batch = _number(config, Decision("batch_size", sizes.batch_size, default))
+        number = partial(_number, config)
+        batch_size, of_batch = number("batch_size", sizes.batch_size, default)
         epoch = Fraction(samples, batch_size)
-        auto = Decision("steps", sizes.steps, default)
         if config.epochs is not None:
-            why = f"epochs={config.epochs:g} of {samples:,} samples"
-            auto = Decision("steps", math.ceil(Fraction(str(config.epochs)) * epoch), why)
-        steps, of_steps = _number(config, auto)
-        auto = fitted or _microbatch(config, sizes, default, batch_size, world.size, recorded)
-        micro_batch_size, of_microbatch = _number(config, auto)
+            total = math.ceil(Fraction(str(config.epochs)) * epoch)
+            steps, of_steps = number("steps", total, f"epochs={config.epochs:g} of {samples:,} samples")
+        else:
+            steps, of_steps = number("steps", sizes.steps, default)
+        fitting = fitted or _microbatch(config, sizes, default, batch_size, world.size, recorded)
+        micro_batch_size, of_microbatch = number(*fitting)
         _check(config, steps, micro_batch_size)
         batching = Batching(batch_size, micro_batch_size, world.size, world.rank)
         # Evaluations: after each pass, else at most ten in a run.
         tenth = max(steps // 10, min(steps, 25))
-        auto = Decision("eval_every", tenth, "at most ten evaluations per run")
         if config.epochs is not None:
-            auto = Decision("eval_every", EPOCH, "as epochs is set")
-        every, of_every = _number(config, auto)
-        auto = Decision("eval_samples", 10 * batch_size, "at most ten training batches")
+            every, of_every = number("eval_every", EPOCH, "as epochs is set")
+        else:
+            every, of_every = number("eval_every", tenth, "at most ten evaluations per run")
         if every == EPOCH:
-            auto = Decision("eval_samples", validation, "all")
-        eval_samples, of_samples = _number(config, auto)
+            eval_samples, of_samples = number("eval_samples", validation, "all")
+        else:
+            eval_samples, of_samples = number("eval_samples", 10 * batch_size, "at most ten training batches")
     numbers: dict[str, Any] = {
         "steps": steps,
         "batch_size": batch_size,
@@ -270,13 +271,13 @@ def _with_options_of(config: Config, recorded: Mapping[str, Any]) -> Config:
     return config
 
 
-def _number(config: StepConfig, auto: Decision) -> tuple[Any, list[Decision]]:
-    """Return what is typed, else what was chosen, which is then to be shown if it has a reason."""
-    typed = getattr(config, auto.key)
-    value: Any = auto.value if typed == "auto" else typed
+def _number(config: StepConfig, key: str, auto: Any, why: str) -> tuple[Any, list[Decision]]:
+    """Return what is typed, else what ``auto`` is, which is then to be shown if it has a reason."""
+    typed = getattr(config, key)
+    value: Any = auto if typed == "auto" else typed
     if value != EPOCH:
-        check_number(auto.key, value)
-    return value, [auto] if typed == "auto" and auto.why else []
+        check_number(key, value)
+    return value, [Decision(key, value, why)] if typed == "auto" and why else []
 
 
 def _microbatch(
