@@ -115,8 +115,9 @@ def _train(
         hardware = detect(config.device)
 
         # 2. Plan: perhaps with the record and the checkpoint of an earlier run; if it is complete, nothing is to do.
-        with terminal.work("opening the data"):
-            (plan, folder), saved = planned(config, hardware, world, fitted), None
+        saved: CheckpointReader | None = None
+        with terminal.work("opening the data"):  # where epochs are counted
+            plan, folder = planned(config, hardware, world, fitted)
         if folder is not None:
             world.run_on_main(partial(stack.enter_context, in_use(folder.path)))
             checkpoint, how_to_go_on = world.run_on_main(partial(_checkpoint_of, folder, plan))
