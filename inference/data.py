@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -78,10 +79,11 @@ def _with_classes(datasets: ImageDatasets, config: dict[str, Any]) -> ImageDatas
             f"{shortened(names, 5)}); leave such images out, or rename their class"
         )
     labels = torch.tensor([names.index(name) for name in datasets.classes])
-    parts: set[Any] = {datasets.train, datasets.valid, datasets.test} - {None}
-    for part in parts:
+    given: dict[str, Any] = {name: getattr(datasets, name) for name in ("train", "valid", "test")}
+    parts = {name: copy(part) for name, part in given.items() if part is not None}  # they share the images
+    for part in parts.values():
         part.labels = labels[part.labels]
-    return replace(datasets, classes=names, mean=tuple(config["mean"]), std=tuple(config["std"]))
+    return replace(datasets, **parts, classes=names, mean=tuple(config["mean"]), std=tuple(config["std"]))
 
 
 class Joined:

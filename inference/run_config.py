@@ -31,7 +31,6 @@ class RunConfig:
     """What using a model needs beside its weights and the data."""
 
     plan: Plan[Config]
-    hardware: Hardware
     own_data: bool
     """Whether it is the data that the run was trained on."""
     eval_samples: int | None
@@ -42,6 +41,11 @@ class RunConfig:
         """The config without ``auto``, but for what the data decides."""
         return self.plan.config
 
+    @property
+    def hardware(self) -> Hardware:
+        """Where it runs."""
+        return self.plan.hardware
+
     def not_timed(self, model: nn.Module) -> str | None:
         """Return why the model's speed is not that of its format, see ``not_timed_here``."""
         precision = self.config.precision
@@ -49,7 +53,7 @@ class RunConfig:
 
     def with_data(self, datasets: Datasets) -> tuple[RunConfig, Datasets]:
         """Return the config with what the open data decides, and the data as it is to be fetched."""
-        settled = settle(replace(self.plan, datasets=datasets), self.hardware)
+        settled = settle(replace(self.plan, datasets=datasets))
         return replace(self, plan=settled), settled.datasets
 
     def in_precision(self, model: nn.Module) -> nn.Module:
@@ -103,9 +107,8 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
     # Training's batch need not be a multiple of the microbatch.
     own = [f"batch_size={micro_batch_size}", "run_name=evaluation"]
     config = compose([*overrides, *own], recorded, exported.own)
-    hardware = detect(config.device)
     samples = config.eval_samples if isinstance(config.eval_samples, int) else None
-    return RunConfig(plan_of(config, hardware), hardware, exported.run is not None and not other_data, samples)
+    return RunConfig(plan_of(config, detect(config.device)), exported.run is not None and not other_data, samples)
 
 
 def _of_run(exported: Exported, other_data: bool, with_data: bool, split: str) -> dict[str, Any]:

@@ -69,8 +69,6 @@ class Trainer(Generic[Config]):
 
     Args:
         settled: what the config became, see ``settle``.
-        hardware: where it runs.
-        world: the processes that train together.
 
     Raises:
         UserError: the model that the config names cannot be built.
@@ -78,13 +76,13 @@ class Trainer(Generic[Config]):
 
     update_class: ClassVar[type[Update]] = Update
 
-    def __init__(self, settled: Settled[Config], hardware: Hardware, world: World) -> None:
+    def __init__(self, settled: Settled[Config]) -> None:
         config = settled.config
         self.plan, self.config, self.recipe = settled, config, config.recipe
         self.datasets = settled.datasets
         """What it trains on and is evaluated on."""
         self.order = DataOrder(len(self.datasets.train), config.seed)
-        self.hardware, self.device, self.world = hardware, hardware.device, world
+        self.hardware, self.device, self.world = settled.hardware, settled.hardware.device, settled.world
         self.decisions: list[Decision] = []
         """What became of the weights that it starts from."""
         # Torch is set up in this process, and the model is built with its first weights.
@@ -94,10 +92,10 @@ class Trainer(Generic[Config]):
         self.model = self.first_model()
         self.convolves = convolves(self.model)
         """Whether the model has convolutions, whose kernels then count where its precision is reported."""
-        self.kernels = config.use_kernels(hardware, self.convolves)
+        self.kernels = config.use_kernels(self.hardware, self.convolves)
         """How 16-bit operands are multiplied on a CPU."""
         if isinstance(self.recipe, UserRecipe):  # whose model need not follow the seed
-            world.broadcast([tensor.detach() for tensor in self.model.state_dict().values()])
+            self.world.broadcast([tensor.detach() for tensor in self.model.state_dict().values()])
         self.frozen = freeze(self.model, config.freeze or [])
         """Names of the parameters that are not trained."""
         # The model is rebuilt in place: formats of its layers, recomputation, torch.compile, DDP or FSDP. The order
@@ -141,8 +139,7 @@ class Trainer(Generic[Config]):
         Raises:
             UserError: the config, the data or the hardware cannot do this.
         """
-        hardware, world = hardware or detect(config.device), world or World()
-        return cls(settle(plan_of(config, hardware, world), hardware, world), hardware, world)
+        return cls(settle(plan_of(config, hardware or detect(config.device), world)))
 
     def first_model(self) -> nn.Module:
         """Return the recipe's model with its first weights, on the device. The memory forecast overrides this."""

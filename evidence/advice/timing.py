@@ -69,7 +69,7 @@ def measure(config: Config, blocks: int) -> Times:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     trainer = Trainer.from_config(config)
-    keep_memory(trainer.plan, trainer.hardware, trainer.world)  # as in training
+    keep_memory(trainer.plan)  # as in training
     block = stopwatch(steps_of(trainer), trainer.device)
     first_s = [block(1), block(1)]
     while sum(first_s[1:]) < WARM_UP_S and len(first_s) < 10:

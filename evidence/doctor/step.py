@@ -20,7 +20,6 @@ from trainer.config.schema import Config
 from trainer.config.settle import Settled
 from trainer.data.loader import DataOrder, to_device
 from trainer.errors import UserError
-from trainer.hardware import Hardware
 from trainer.optim.groups import LR_FACTOR
 from trainer.optim.masters import StochasticWeights
 from trainer.parallel.compile import Compile
@@ -65,14 +64,13 @@ class TrainerStep(Step):
     config: Config
     """Config of the run."""
     settled: Settled[Config]
-    hardware: Hardware
     order: DataOrder
     prototype: nn.Module
     """The recipe's model, which is copied for each replay."""
 
     def build(self, format: Format, as_run: bool) -> _Eager:
         try:
-            return _Eager(self, replace(self.settled, config=self._config_in(format)))
+            return _Eager(self, replace(self.settled, world=World(), config=self._config_in(format)))
         except UserError as error:
             raise FormatError(str(error)) from error
 
@@ -91,8 +89,8 @@ class TrainerStep(Step):
         )
 
     def batches(self, first: int, count: int) -> list[list[Batch]]:
-        samples, batching = self.settled.datasets.train, self.settled.batching
-        return list(self.config.loader.steps(samples, self.order, batching, first - 1, count, hardware=self.hardware))
+        samples, batching, hardware = self.settled.datasets.train, self.settled.batching, self.settled.hardware
+        return list(self.config.loader.steps(samples, self.order, batching, first - 1, count, hardware=hardware))
 
     def count(self, microbatches: list[Batch]) -> int:
         return max(1, sum(map(self.config.recipe.count_targets, microbatches)))
@@ -143,7 +141,6 @@ def step_of(trainer: Trainer) -> TrainerStep:
         round_as_eager=config.precision.rounds_as_eager,
         config=config,
         settled=settled,
-        hardware=hardware,
         order=order,
         prototype=prototype,
     )
@@ -154,7 +151,7 @@ class _Eager(Trainer[Config]):
 
     def __init__(self, step: TrainerStep, settled: Settled[Config]) -> None:
         self._prototype = step.prototype
-        super().__init__(settled, step.hardware, World())
+        super().__init__(settled)
 
     def first_model(self) -> nn.Module:
         return copy.deepcopy(self._prototype).to(self.device)

@@ -11,7 +11,6 @@ from trainer.config.schema import Config
 from trainer.config.settle import plan_of, settle
 from trainer.data.contract import Datasets
 from trainer.hardware import Hardware
-from trainer.parallel.world import World
 from trainer.run.fit import fit, needed_bytes, rough_bytes
 
 
@@ -29,8 +28,8 @@ def fitting(
     Raises:
         OutOfMemory: not even the smallest microbatch is forecast to fit.
     """
-    settled = settle(plan_of(config, hardware, datasets=datasets), hardware)
-    smaller = fit(settled, hardware, World(), config.micro_batch_size == "auto")
+    settled = settle(plan_of(config, hardware, datasets=datasets))
+    smaller = fit(settled, config.micro_batch_size == "auto")
     if smaller is None:
         return list(overrides), []
     changed = f"{smaller.key}={smaller.value}"
@@ -42,7 +41,7 @@ def too_large(overrides: Sequence[str], hardware: Hardware, datasets: Datasets, 
     """Return why a setting is not forecast to fit into the memory; empty: it fits, or cannot be forecast."""
     try:
         config = compose(overrides)
-        settled = settle(plan_of(config, hardware, datasets=datasets), hardware)
+        settled = settle(plan_of(config, hardware, datasets=datasets))
         size_now = settled.batching.micro_batch_size
         rough = rough_bytes(settled.config.recipe, datasets, size_now)
         if rough is None or rough < usable_bytes / 2:

@@ -15,7 +15,6 @@ from trainer.config.schema import Config
 from trainer.config.settle import plan_of, settle
 from trainer.errors import OutOfMemory, RunError
 from trainer.hardware import Hardware, detect, peak_memory_bytes, reset_peak_memory
-from trainer.parallel.world import World
 from trainer.run.forecast import copies_on_device, meta_model
 from trainer.trainer import Trainer
 
@@ -49,11 +48,11 @@ def measure(config: Config, limit_bytes: int) -> bool:
     """Take the two steps in this process, and return whether they fit; the arguments are those of ``fits``."""
     hardware = detect(config.device)
     # Libraries, data and threads come first: they do not depend on the batch.
-    settled = settle(plan_of(config, hardware), hardware)
+    settled = settle(plan_of(config, hardware))
     meta_model(settled.config.recipe, settled.datasets)
     torch.ones(_WARM_UP).exp_().sum()
     enforced = _limit(hardware, limit_bytes)
-    trainer = Trainer(settled, hardware, World())
+    trainer = Trainer(settled)
     # No overflow: after a skipped step the optimizer would have no state.
     trainer.loss_scale.scale.fill_(1.0)
     batches = trainer.batches()

@@ -168,7 +168,7 @@ def test_odd_shapes_can_be_cut() -> None:
 
 def test_the_choice_reaches_the_data_and_is_recorded_as_what_auto_became() -> None:
     def settled(*overrides: str) -> tuple[Any, Config, list[Decision]]:
-        found = settle(plan_of(compose(*overrides), CPU), CPU)
+        found = settle(plan_of(compose(*overrides), CPU))
         return found.datasets, found.config, [choice for choice in found.decisions if choice.key == "augment"]
 
     datasets, config, decisions = settled("recipe=resnet", "augment=light", "augment.shift=0.25")

@@ -87,6 +87,6 @@ ROWS = {
 def test_what_cannot_work_is_named(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PROJECT)
     with pytest.raises(UserError) as refused:
-        settle(plan_of(compose(*f"recipe={command}".split()), CPU), CPU)
+        settle(plan_of(compose(*f"recipe={command}".split()), CPU))
     assert command.split()[-1].partition("=")[0] in str(refused.value)
     assert ROWS[command] in str(refused.value)

@@ -23,6 +23,7 @@ from trainer.errors import UserError
 from trainer.files import CONFIG_FILE, NO_FOLDER, SAME, check_output_dir, final_status
 from trainer.hardware import Hardware
 from trainer.parallel.world import World
+from trainer.recipe import Decision
 from trainer.run_folder import RunFolder, named, same_place, to_continue
 
 State = Literal["complete", "not finite", "interrupted"]
@@ -44,17 +45,22 @@ MAY_CHANGE = (
 """
 
 
-class Continued(NamedTuple):
-    """The run that a command continues."""
+class Earlier(NamedTuple):
+    """A run that may be continued."""
 
     folder: RunFolder
-    state: State | None
-    plan: Plan[Config]
-    """What the command becomes with this run's record."""
+    recorded: Mapping[str, Any]
+    """Its options, by dotted key."""
+    must_be_same: bool = False
+    """Whether it is meant only if it has the very options of the new command."""
 
 
-def find_earlier(config: Config, hardware: Hardware, world: World) -> Continued | None:
-    """Return the run that is continued, with its plan; None: a new run begins. Every rank calls it.
+def planned(
+    config: Config, hardware: Hardware, world: World, fitted: Decision | None
+) -> tuple[Plan[Config], RunFolder | None]:
+    """Return what the command becomes, and the folder of the run that it continues; None: a new one begins.
+
+    Every rank calls it. The arguments are those of ``settle.plan_of``; ``fitted`` is for a new run.
 
     Raises:
         UserError: see ``earlier_runs`` and ``settle.plan_of``.
@@ -62,19 +68,8 @@ def find_earlier(config: Config, hardware: Hardware, world: World) -> Continued 
     for earlier in world.run_on_main(partial(earlier_runs, config)):
         plan = plan_of(config, hardware, world, earlier.recorded)
         if not earlier.must_be_same or _has_these_options(earlier.recorded, flatten(plan.config)):
-            return Continued(earlier.folder, earlier.state, plan)
-    return None
-
-
-class Earlier(NamedTuple):
-    """A run that may be continued."""
-
-    folder: RunFolder
-    recorded: Mapping[str, Any]
-    """Its options, by dotted key."""
-    state: State | None
-    must_be_same: bool = False
-    """Whether it is meant only if it has the very options of the new command."""
+            return plan, earlier.folder
+    return plan_of(config, hardware, world, fitted=fitted), None
 
 
 def earlier_runs(config: Config) -> list[Earlier]:
@@ -89,18 +84,18 @@ def earlier_runs(config: Config) -> list[Earlier]:
     check_output_dir(config.output_dir)
     # The newest with a checkpoint: by torchrun's restart, or resume=auto.
     if (folder := to_continue(config.output_dir, config.name, config.resume)) is not None:
-        return [Earlier(folder, folder.config(), state_of(folder))]
-    # All of this name: ``find_earlier`` takes the first one that has the options of the command.
+        return [Earlier(folder, folder.config())]
+    # All of this name: ``planned`` takes the first one that has the options of the command.
     if config.resume == SAME:
         begun = [folder for folder in named(config.output_dir, config.name) if _is_recorded(folder)]
-        states = [(folder, state_of(folder)) for folder in begun]
-        runs = [Earlier(folder, folder.config(), state, True) for folder, state in states if state is not None]
-        return sorted(runs, key=lambda run: run.state == "interrupted")
+        states = {folder: state for folder in begun if (state := state_of(folder)) is not None}
+        runs = [Earlier(folder, folder.config(), must_be_same=True) for folder in states]
+        return sorted(runs, key=lambda run: states[run.folder] == "interrupted")
     if config.resume is None or config.resume in NO_FOLDER:
         return []
     # A folder; ``prepare`` has opened that of the command line, but a YAML may name one, too.
     folder = RunFolder.open("resume", config.resume, config.output_dir, config.tracking.uri)
-    return [Earlier(folder, folder.config(), state_of(folder))]
+    return [Earlier(folder, folder.config())]
 
 
 def _is_recorded(folder: RunFolder) -> bool:

@@ -39,6 +39,9 @@ MICRO = "micro_batch_size"
 class Plan(Generic[Config]):
     """What a config becomes before its data is open, see ``plan_of``."""
 
+    hardware: Hardware
+    world: World
+    """The processes that train together, each of which has such a plan."""
     config: Config
     """The config with values in the place of ``auto``; what open data decides is still ``auto``."""
     batching: Batching
@@ -121,29 +124,30 @@ def plan_of(
     if by_epochs and datasets is None:
         datasets = world.main_first(config.open_datasets)
     samples, validation = (len(datasets.train), len(datasets.valid)) if by_epochs and datasets else (0, 0)
-    # From here on every number follows from those before it.
+    # From here on every number follows from those before it: what is typed, else this value, and why.
     with on_every_rank():
-        batch_size, of_batch = _number(config, Decision("batch_size", sizes.batch_size, default))
+        number = partial(_number, config)
+        batch_size, of_batch = number("batch_size", sizes.batch_size, default)
         epoch = Fraction(samples, batch_size)
-        auto = Decision("steps", sizes.steps, default)
         if config.epochs is not None:
-            why = f"epochs={config.epochs:g} of {samples:,} samples"
-            auto = Decision("steps", math.ceil(Fraction(str(config.epochs)) * epoch), why)
-        steps, of_steps = _number(config, auto)
-        auto = fitted or _microbatch(config, sizes, default, batch_size, world.size, recorded)
-        micro_batch_size, of_microbatch = _number(config, auto)
+            total = math.ceil(Fraction(str(config.epochs)) * epoch)
+            steps, of_steps = number("steps", total, f"epochs={config.epochs:g} of {samples:,} samples")
+        else:
+            steps, of_steps = number("steps", sizes.steps, default)
+        fitting = fitted or _microbatch(config, sizes, default, batch_size, world.size, recorded)
+        micro_batch_size, of_microbatch = number(*fitting)
         _check(config, steps, micro_batch_size)
         batching = Batching(batch_size, micro_batch_size, world.size, world.rank)
         # Evaluations: after each pass, else at most ten in a run.
         tenth = max(steps // 10, min(steps, 25))
-        auto = Decision("eval_every", tenth, "at most ten evaluations per run")
         if config.epochs is not None:
-            auto = Decision("eval_every", EPOCH, "as epochs is set")
-        every, of_every = _number(config, auto)
-        auto = Decision("eval_samples", 10 * batch_size, "at most ten training batches")
+            every, of_every = number("eval_every", EPOCH, "as epochs is set")
+        else:
+            every, of_every = number("eval_every", tenth, "at most ten evaluations per run")
         if every == EPOCH:
-            auto = Decision("eval_samples", validation, "all")
-        eval_samples, of_samples = _number(config, auto)
+            eval_samples, of_samples = number("eval_samples", validation, "all")
+        else:
+            eval_samples, of_samples = number("eval_samples", 10 * batch_size, "at most ten training batches")
     numbers: dict[str, Any] = {
         "steps": steps,
         "batch_size": batch_size,
@@ -152,6 +156,8 @@ def plan_of(
         "eval_samples": eval_samples,
     }
     return Plan(
+        hardware=hardware,
+        world=world,
         config=replace(config, epochs=None, **numbers),
         batching=batching,
         eval_every=epoch if every == EPOCH else Fraction(every),
@@ -165,29 +171,26 @@ def plan_of(
     )
 
 
-def settle(plan: Plan[Config], hardware: Hardware, world: World | None = None) -> Settled[Config]:
+def settle(plan: Plan[Config]) -> Settled[Config]:
     """Open the data of a plan, and return what its config becomes; every rank calls it.
-
-    Args:
-        plan: of this hardware and these processes.
-        hardware: where it runs.
-        world: the processes that train together; None: this one alone.
 
     Raises:
         UserError: the data cannot be had, or does not suit the options.
     """
-    world, config = world or World(), plan.config
+    config = plan.config
     # The data, and on a GPU the memory that it leaves.
-    datasets = plan.datasets or world.main_first(config.open_datasets)
-    free = free_bytes(hardware, world) if hardware.is_gpu else 0
+    datasets = plan.datasets or plan.world.main_first(config.open_datasets)
+    free = free_bytes(plan) if plan.hardware.is_gpu else 0
     # What they decide: options of the model and of its loss, the augmentation, the loading processes.
     size = plan.batching.micro_batch_size
-    context = Context(hardware, world, config.data, plan.recorded, datasets, size, free)
+    context = Context(plan.hardware, plan.world, config.data, plan.recorded, datasets, size, free)
     with on_every_rank():
         recipe, of_recipe = config.recipe.resolve(context)
         augment, of_augment = config.augment.resolve(context)
         loader, of_loader = config.loader.resolve(context)
     return Settled(
+        hardware=plan.hardware,
+        world=plan.world,
         config=replace(config, recipe=recipe, augment=augment, loader=loader),
         batching=plan.batching,
         eval_every=plan.eval_every,
@@ -203,14 +206,14 @@ def alone(settled: Settled[Config], micro_batch_size: int) -> Settled[Config]:
     batch_size = settled.batching.batch_size // settled.batching.ranks
     numbers: dict[str, Any] = {"batch_size": batch_size, MICRO: micro_batch_size}
     config = replace(settled.config, compile=Compile(), parallel=Parallel(), **numbers)
-    return replace(settled, config=config, batching=Batching(batch_size, micro_batch_size))
+    return replace(settled, world=World(), config=config, batching=Batching(batch_size, micro_batch_size))
 
 
-def free_bytes(hardware: Hardware, world: World) -> int:
+def free_bytes(plan: Plan[Config]) -> int:
     """Return the free memory of the rank that has least; every rank calls this."""
-    free = available_bytes(hardware.device)
-    shared = world.size > 1 and not hardware.is_gpu  # by the processes of a machine
-    return -world.all_reduce_max(-(free // launched_local_rank()[1] if shared else free))
+    free = available_bytes(plan.hardware.device)
+    shared = plan.world.size > 1 and not plan.hardware.is_gpu  # by the processes of a machine
+    return -plan.world.all_reduce_max(-(free // launched_local_rank()[1] if shared else free))
 
 
 def _from_weights(config: Config, recorded: Mapping[str, Any]) -> tuple[Config, list[Decision]]:
@@ -268,13 +271,13 @@ def _with_options_of(config: Config, recorded: Mapping[str, Any]) -> Config:
     return config
 
 
-def _number(config: StepConfig, auto: Decision) -> tuple[Any, list[Decision]]:
-    """Return what is typed, else what was chosen, which is then to be shown if it has a reason."""
-    typed = getattr(config, auto.key)
-    value: Any = auto.value if typed == "auto" else typed
+def _number(config: StepConfig, key: str, auto: Any, why: str) -> tuple[Any, list[Decision]]:
+    """Return what is typed, else what ``auto`` is, which is then to be shown if it has a reason."""
+    typed = getattr(config, key)
+    value: Any = auto if typed == "auto" else typed
     if value != EPOCH:
-        check_number(auto.key, value)
-    return value, [auto] if typed == "auto" and auto.why else []
+        check_number(key, value)
+    return value, [Decision(key, value, why)] if typed == "auto" and why else []
 
 
 def _microbatch(

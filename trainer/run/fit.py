@@ -15,8 +15,7 @@ from trainer.config.settle import MICRO, Settled, alone, free_bytes
 from trainer.data.contract import Datasets, SampleId
 from trainer.data.loader import Batching
 from trainer.errors import OutOfMemory, first_line
-from trainer.hardware import CPU, Hardware, keep_freed_memory, release_kept_memory
-from trainer.parallel.world import World
+from trainer.hardware import CPU, keep_freed_memory, release_kept_memory
 from trainer.parallel.wrap import FSDP
 from trainer.recipe import Decision, Recipe
 from trainer.run.forecast import ledger_of, required_bytes
@@ -29,25 +28,23 @@ REMEDY = "a smaller model, activation_checkpointing=blocks or precision=bf16 nee
 log = logging.getLogger("mantissa")
 
 
-def fit(settled: Settled[Config], hardware: Hardware, world: World, auto: bool) -> Decision | None:
+def fit(settled: Settled[Config], auto: bool) -> Decision | None:
     """Return the smaller microbatch that is forecast to fit into the free memory; None: the present one is kept.
 
     On a CPU alone, where the system kills what takes too much. A forecast takes seconds, so it is made only where
     ``rough_bytes`` is half of the free memory or more.
 
     Args:
-        settled: the run.
-        hardware: of this process.
-        world: the processes that train together; all get the same answer.
+        settled: the run; all its processes get the same answer.
         auto: whether the microbatch is ours to choose; one that the user set is not changed, there is a warning.
 
     Raises:
         OutOfMemory: not even a microbatch of 1 is forecast to fit.
     """
-    if hardware.is_gpu:
+    if settled.hardware.is_gpu:
         return None
-    free = free_bytes(hardware, world)
-    return world.run_on_main(partial(_fitting, settled, free, auto))
+    free = free_bytes(settled)
+    return settled.world.run_on_main(partial(_fitting, settled, free, auto))
 
 
 def _fitting(settled: Settled[Config], free: int, auto: bool) -> Decision | None:
@@ -81,12 +78,12 @@ def _fitting(settled: Settled[Config], free: int, auto: bool) -> Decision | None
     )
 
 
-def keep_memory(settled: Settled[Config], hardware: Hardware, world: World) -> None:
+def keep_memory(settled: Settled[Config]) -> None:
     """Keep the memory of freed tensors where a step on a CPU needs, roughly counted, less than half of what is free."""
-    if hardware.kind is not CPU:
+    if settled.hardware.kind is not CPU:
         return
     rough = rough_bytes(settled.config.recipe, settled.datasets, settled.batching.micro_batch_size)
-    free = free_bytes(hardware, world)
+    free = free_bytes(settled)
     if rough is not None and rough < free / 2:
         keep_freed_memory(min(2 * rough, free // 2))
 

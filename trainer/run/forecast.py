@@ -21,10 +21,9 @@ from trainer.config.settle import Settled, alone, plan_of, settle
 from trainer.data.contract import Batch, Datasets
 from trainer.data.loader import OnDeviceLoader
 from trainer.errors import RunError, UserError
-from trainer.hardware import Hardware, detect
+from trainer.hardware import detect
 from trainer.optim.masters import StochasticWeights
 from trainer.optim.update import Update
-from trainer.parallel.world import World
 from trainer.recipe import Recipe
 from trainer.trainer import Trainer
 
@@ -42,8 +41,7 @@ def forecast(config: Config) -> Ledger:
         raise UserError(
             f"parallel={config.parallel.kind}: memory is forecast and measured for one process only; remove it"
         )
-    hardware = detect(config.device)
-    settled = settle(plan_of(config, hardware), hardware)
+    settled = settle(plan_of(config, detect(config.device)))
     return ledger_of(alone(settled, settled.batching.micro_batch_size))
 
 
@@ -61,7 +59,7 @@ def ledger_of(settled: Settled[Config]) -> Ledger:
     try:
         # The model may hold tensors that are neither weights nor buffers: the mode takes their shapes.
         with FakeTensorMode(allow_non_fake_inputs=True):
-            trainer = FakeTrainer(settled, detect(settled.config.device))
+            trainer = FakeTrainer(settled)
             microbatches = [trainer.microbatch() for _ in range(taken)]
             trainer.train_step(microbatches[:1])
             with trainer.ledger() as recording:
@@ -134,8 +132,8 @@ class FakeTrainer(Trainer):
 
     update_class = UpdateAlways
 
-    def __init__(self, settled: Settled[Config], hardware: Hardware) -> None:
-        super().__init__(settled, hardware, World())
+    def __init__(self, settled: Settled[Config]) -> None:
+        super().__init__(settled)
         if isinstance(self.masters, StochasticWeights):
             self.masters.free()
         with unset_fake_temporarily():

@@ -1,6 +1,6 @@
 """Start a new run, or resume one where it stopped.
 
-``_train`` reads from top to bottom: prepare the process, find an earlier run, settle, build the model, begin, train.
+``_train`` reads from top to bottom: prepare the process, plan, settle, build the model, begin, train.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from torch import nn
 from mantissa.display import counted, size
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
+from trainer.checkpoint.schema import read_manifest
 from trainer.config.registration import flatten
-from trainer.config.resume import Continued, check_same, find_earlier, state_of
+from trainer.config.resume import check_same, planned, state_of
 from trainer.config.schema import Config
-from trainer.config.settle import MICRO, Settled, plan_of, settle
+from trainer.config.settle import MICRO, Plan, Settled, plan_of, settle
 from trainer.errors import (
     Interrupted,
     NonFiniteError,
@@ -32,11 +33,10 @@ from trainer.errors import (
     UserError,
     first_line,
     is_out_of_memory,
-    on_every_rank,
 )
 from trainer.files import SAME, TOKENIZER, add_run_facts, in_use
 from trainer.hardware import detect, threads
-from trainer.parallel.world import World, tasks_alone
+from trainer.parallel.world import tasks_alone
 from trainer.precision import kernels
 from trainer.recipe import Decision
 from trainer.run.fit import REMEDY, fit, keep_memory, ran_out, release_memory
@@ -114,35 +114,35 @@ def _train(
         _warn_of_launchers(config, terminal)
         hardware = detect(config.device)
 
-        # 2. Find the run that this one continues, and its checkpoint; where it is complete, there is nothing to do.
-        earlier, saved = find_earlier(config, hardware, world), None
-        if earlier is not None:
-            world.run_on_main(partial(stack.enter_context, in_use(earlier.folder.path)))
-            # Until here another process may have trained it to its end.
-            earlier = earlier._replace(state=world.run_on_main(partial(state_of, earlier.folder)))
-            saved, how_to_go_on = _saved_by(earlier, config, world)
-            if saved is None:
-                terminal.outcome(f"{earlier.folder.path} is already complete{how_to_go_on}")
-                world.run_on_main(partial(finish_delivery, earlier.folder.path, config.tracking))
-                return Ended(world.run_on_main(earlier.folder.summary), None)
-            world.run_on_main(partial(store.set_aside, earlier.folder.checkpoints, saved.step))
+        # 2. Plan: perhaps with the record and the checkpoint of an earlier run; if it is complete, nothing is to do.
+        saved: CheckpointReader | None = None
+        with terminal.work("opening the data"):  # where epochs are counted
+            plan, folder = planned(config, hardware, world, fitted)
+        if folder is not None:
+            world.run_on_main(partial(stack.enter_context, in_use(folder.path)))
+            checkpoint, how_to_go_on = world.run_on_main(partial(_checkpoint_of, folder, plan))
+            if checkpoint is None:
+                terminal.outcome(f"{folder.path} is already complete{how_to_go_on}")
+                world.run_on_main(partial(finish_delivery, folder.path, config.tracking))
+                return Ended(world.run_on_main(folder.summary), None)
+            saved = CheckpointReader(checkpoint)
+            world.run_on_main(partial(store.set_aside, folder.checkpoints, saved.step))
 
         # 3. Settle: open the data, and give every auto its value.
         with terminal.work("opening the data"):
-            plan = earlier.plan if earlier is not None else plan_of(config, hardware, world, fitted=fitted)
-            settled = settle(plan, hardware, world)
+            settled = settle(plan)
         # A new run has to fit into a CPU's memory: if need be it is settled anew, with a smaller microbatch.
         auto = config.micro_batch_size == "auto" and fitted is None
-        if earlier is None and (smaller := fit(settled, hardware, world, auto)):
+        if folder is None and (smaller := fit(settled, auto)):
             plan = plan_of(config, hardware, world, fitted=smaller, datasets=settled.datasets)
-            settled = settle(plan, hardware, world)
+            settled = settle(plan)
 
         # 4. Build the model, which needs most of the memory, and check what only a forward pass can tell.
         _leave_garbage_alone(stack)
-        keep_memory(settled, hardware, world)
+        keep_memory(settled)
         try:
             with terminal.work("building the model"):
-                trainer = run_class.trainer_class(settled, hardware, world)
+                trainer = run_class.trainer_class(settled)
             stack.callback(trainer.close)
             scores = Scores(trainer.config, trainer.metrics.lower_is_better)
             scores.check_known(trainer.metric_names, always=bool(trainer.metrics))
@@ -151,9 +151,7 @@ def _train(
 
             # 5. Begin: nothing is written before all is checked.
             with _written(config.output_dir):
-                if earlier is not None:
-                    folder = earlier.folder
-                else:
+                if folder is None:
                     world.run_on_main(partial(_check_disk, config, trainer.model))
                     folder = world.run_on_main(partial(_new_folder, settled, stack, terminal))
                 prepared = run_class(trainer, scores, folder, terminal, signals, began)
@@ -185,55 +183,39 @@ def _warn_of_launchers(config: Config, terminal: Terminal) -> None:
         terminal.warn(f"ACCELERATE_MIXED_PRECISION={asked} has no effect; set precision={asked}")
 
 
-def _saved_by(earlier: Continued, config: Config, world: World) -> tuple[CheckpointReader | None, str]:
-    """Return the checkpoint that a run continues from; None: it is complete; and how it can be continued nevertheless.
+def _checkpoint_of(folder: RunFolder, plan: Plan[Config]) -> tuple[Path | None, str]:
+    """Return the newest intact checkpoint of the run that is continued; None: it is complete, and how to go on with it.
 
-    Every rank calls it.
+    Rank 0 calls it, once no other process can train this run to its end.
 
     Raises:
         UserError: it would be another run, has no intact checkpoint, or has taken more steps than it is to have.
         NonFiniteError: it turned non-finite, as the same run would again.
     """
-    path = world.run_on_main(partial(_checkpoint_of, earlier, config))
-    if path is None:
+    state = state_of(folder)
+    if plan.config.resume == SAME and state == "complete":
         return None, ""
-    saved = CheckpointReader(path)
-    with on_every_rank():
-        remedy = _remedy(earlier, saved)
-    return (saved, "") if remedy is None else (None, remedy)
-
-
-def _checkpoint_of(earlier: Continued, config: Config) -> Path | None:
-    """Return the newest intact checkpoint of a run; None: it has these very options, and is complete.
-
-    A run that was killed at its end has taken all steps, but its export and its summary may be missing.
-    """
-    folder = earlier.folder
-    if config.resume == SAME and earlier.state != "interrupted":
-        if earlier.state == "complete":
-            return None
+    if plan.config.resume == SAME and state == "not finite":
         step = folder.summary()["failure"]["step"]
         raise NonFiniteError(f"{folder.path} turned non-finite at step {step}; remove the folder to repeat the run")
-    check_same(folder, earlier.plan.recorded, flatten(earlier.plan.config))
-    return store.find_verified(folder.checkpoints)
-
-
-def _remedy(earlier: Continued, saved: CheckpointReader) -> str | None:
-    """Return how a complete run can be continued; None: it is not complete."""
-    steps, finished = earlier.plan.steps, earlier.state == "complete"
-    if saved.step > steps or (saved.step == steps and finished):
-        if not finished:
-            raise UserError(
-                f"steps={steps}, but {earlier.folder.path} was stopped after step {saved.step}; leave steps out"
-            )
-        fewer = f"steps={steps} is below that; " if saved.step > steps else ""
-        return f" ({counted(saved.step, 'step')}); {fewer}set steps={2 * saved.step} to continue"
-    scores = Scores(earlier.plan.config)
-    scores.load_state_dict(saved.scores)
-    if finished and scores.exhausted:
+    check_same(folder, plan.recorded, flatten(plan.config))
+    checkpoint = store.find_verified(folder.checkpoints)
+    manifest = read_manifest(checkpoint)
+    step, steps = manifest["step"], plan.steps
+    # A run that was killed at its end has taken all steps, but its export and its summary may be missing.
+    if state != "complete":
+        if step > steps:
+            raise UserError(f"steps={steps}, but {folder.path} was stopped after step {step}; leave steps out")
+        return checkpoint, ""
+    if step >= steps:
+        fewer = f"steps={steps} is below that; " if step > steps else ""
+        return None, f" ({counted(step, 'step')}); {fewer}set steps={2 * step} to continue"
+    scores = Scores(plan.config)
+    scores.load_state_dict(manifest["scores"])
+    if scores.exhausted:
         more = "set a larger early_stopping.patience, or null, to continue"
-        return f" (stopped early at step {saved.step}); {more}"
-    return None
+        return None, f" (stopped early at step {step}); {more}"
+    return checkpoint, ""
 
 
 def _leave_garbage_alone(stack: ExitStack) -> None:

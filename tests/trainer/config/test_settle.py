@@ -86,7 +86,7 @@ def test_what_auto_becomes(name: str) -> None:
     if hardware is GPU:  # no data is opened there
         flat = flatten(plan_of(compose(*overrides), hardware, recorded=recorded).config)
     else:
-        settled = settle(plan_of(compose(*overrides), hardware, recorded=recorded), hardware)
+        settled = settle(plan_of(compose(*overrides), hardware, recorded=recorded))
         flat = flatten(settled.config)
         automatic = {choice.key: choice.value for choice in settled.decisions}
         assert {key: flat[key] for key in automatic if key in flat} == automatic
@@ -151,27 +151,27 @@ def test_settling_opens_the_data_once_and_changes_no_config(monkeypatch: pytest.
     config = compose(*RESNET, "epochs=1", "augment=light")
     before = flatten(config)
     plan = plan_of(config, CPU)
-    settled = settle(plan, CPU)
+    settled = settle(plan)
     assert len(opened) == 1
     assert flatten(config) == before
     assert settled.datasets.train.augment == settled.config.augment == Light()  # type: ignore[attr-defined]
     assert plan.datasets is not None
     assert plan.datasets.train.augment == ImageAugment()  # type: ignore[attr-defined]
-    again = settle(plan_of(settled.config, CPU, datasets=settled.datasets), CPU)  # what is settled stays so
+    again = settle(plan_of(settled.config, CPU, datasets=settled.datasets))  # what is settled stays so
     assert flatten(again.config) == flatten(settled.config)
     assert (len(opened), again.decisions) == (1, ())
 
 
 def test_what_is_read_as_something_else_is_not_augmented() -> None:
     with pytest.raises(UserError, match="augment=imagenet has no effect: this recipe reads no images"):
-        settle(plan_of(compose(*GPT2, "augment=imagenet"), CPU), CPU)
+        settle(plan_of(compose(*GPT2, "augment=imagenet"), CPU))
     with pytest.raises(UserError, match="augment=light has no effect: data=text has no images"):
         compose("recipe=gpt2", "data=text", f"data.path={__file__}", "augment=light")
 
 
 def test_a_forecast_is_that_of_one_rank_without_compilation() -> None:
     plan = plan_of(compose(*BIGNET, "batch_size=12", "compile=default", "parallel=ddp"), CPU, Two())
-    settled = settle(plan, CPU, Two())
+    settled = settle(plan)
     one = module.alone(settled, 3)
     assert (one.batching.batch_size, one.batching.micro_batch_size, one.batching.ranks) == (6, 3, 1)
     assert (one.config.compile.mode, one.config.parallel.kind, one.config.micro_batch_size) == ("off", "single", 3)

@@ -120,7 +120,7 @@ def test_a_thread_works_two_steps_ahead_for_a_gpu_without_workers(
 
 @pytest.mark.parametrize(("augment", "ahead"), [("imagenet", 2), ("randaugment", 0), ("trivialaugment", 0)])
 def test_no_thread_uses_the_generator_of_the_training(augment: str, ahead: int) -> None:
-    datasets = settle(plan_of(compose("recipe=resnet", "data=digits", f"augment={augment}"), CPU), CPU).datasets
+    datasets = settle(plan_of(compose("recipe=resnet", "data=digits", f"augment={augment}"), CPU)).datasets
     batches = PinnedLoader(0).batches(datasets.train, [], GPU)
     assert (batches.pins, batches.ahead) == (True, ahead)
 
@@ -128,7 +128,7 @@ def test_no_thread_uses_the_generator_of_the_training(augment: str, ahead: int) 
 @pytest.mark.parametrize("pins", [False, True])
 def test_images_go_straight_into_page_locked_memory(pins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathered into new memory and copied from there, 256 images of 224² took 53 ms, ten times as long."""
-    data = settle(plan_of(compose("recipe=resnet", "data=synthetic", "data.samples=16"), CPU), CPU).datasets.train
+    data = settle(plan_of(compose("recipe=resnet", "data=synthetic", "data.samples=16"), CPU)).datasets.train
     samples = [[SampleId(row, None) for row in rows] for rows in ((3, 1), (1, 2))]
     expected = [data.batch(each)["image"] for each in samples]
     empty, asked = torch.empty, []

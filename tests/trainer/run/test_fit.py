@@ -33,11 +33,10 @@ def fitted(
     monkeypatch.setattr(settle, "available_bytes", lambda device: int(free_mib * MIB))
     config = compose(*overrides, "device=cpu")
     hardware = detect("cpu")
-    plan = settle.settle(settle.plan_of(config, hardware, world), hardware, world)
-    smaller = fit.fit(plan, hardware, world or World(), config.micro_batch_size == "auto")
+    plan = settle.settle(settle.plan_of(config, hardware, world))
+    smaller = fit.fit(plan, config.micro_batch_size == "auto")
     if smaller is not None:
-        again = settle.plan_of(config, hardware, world, fitted=smaller, datasets=plan.datasets)
-        plan = settle.settle(again, hardware, world)
+        plan = settle.settle(settle.plan_of(config, hardware, world, fitted=smaller, datasets=plan.datasets))
     assert plan.config.micro_batch_size == plan.batching.micro_batch_size
     return plan, [choice for choice in plan.decisions if choice.key == "micro_batch_size"]
 
@@ -175,7 +174,7 @@ def test_fsdp_shares_weights_gradients_and_optimizer_state() -> None:
     for mode in ("ddp", "fsdp"):
         sizes = ("batch_size=64", "micro_batch_size=32")
         config, hardware = compose(*BIGNET, f"parallel={mode}", *sizes, "device=cpu"), detect("cpu")
-        plan = settle.settle(settle.plan_of(config, hardware, Two(0)), hardware, Two(0))
+        plan = settle.settle(settle.plan_of(config, hardware, Two(0)))
         needs[mode] = needed_bytes(plan, 32)
     assert needs["ddp"] - needs["fsdp"] == steady - steady // 2 > 0
 
