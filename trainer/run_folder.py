@@ -149,8 +149,8 @@ class RunFolder:
     def of_another_version(self, why: str) -> UserError:
         """Return why it cannot be resumed by this version, and what to do."""
         return UserError(
-            f"cannot resume {self.path}: it was written by {self.version}, whose options are not those of this "
-            f"version, {mantissa.__version__} ({why}); start a new run from its weights with init_from={self.path}"
+            f"cannot resume {self.path}: it was written by {self.version}, whose options are not those of this code, "
+            f"version {mantissa.__version__} ({why}); start a new run from its weights with init_from={self.path}"
         )
 
     def is_gone(self, key: str, recorded: Any) -> bool:
