@@ -473,7 +473,8 @@ def test_a_command_that_is_printed_can_be_pasted(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from tests.mantissa.doctor.faults import Own, error, regression\n\n\n" + MINE)
     given = ["doctor", "mine:made", "--report", str(tmp_path / "my report")]
     command = [sys.executable, "-m", "mantissa", *given]
-    ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(PROJECT)}, capture_output=True)
+    paths = os.pathsep.join([str(PROJECT), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, capture_output=True)
     assert (ended.returncode, ended.stderr.decode().splitlines()[0]) == (0, "loading torch …"), ended.stderr
     written = json.loads((tmp_path / "my report" / "verdict.json").read_text())["command"]
     assert shlex.split(written)[1:] == command[1:]
