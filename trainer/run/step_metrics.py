@@ -4,7 +4,7 @@ To add one, add a row to ``STEP_METRICS``. It is in the next line of metrics.jso
 with a ``column`` in the table on the terminal, too. Its ``value`` runs after every step, so it must not wait for the
 device (no ``.item()``, no ``float(tensor)``): the monitor copies the tensors of a whole interval at once.
 
-    "weight_norm": StepMetric("", lambda step, trainer: get_total_norm(trainer.model.parameters()), last),
+    "weight_norm": StepMetric(lambda step, trainer: get_total_norm(trainer.model.parameters()), last),
 
 Weights are those after the step, and gradients are gone: what is of them is in the step's record, as ``grad_norm`` is,
 to which ``Update.step`` gives it. The metrics of an evaluation are the recipe's: ``metric_sums`` of its ``loss``.
@@ -33,8 +33,6 @@ class Column(NamedTuple):
 class StepMetric(NamedTuple):
     """One number of every optimizer step."""
 
-    unit: str
-    """Unit of the value; empty: a pure number."""
     value: Callable[[StepRecord, Trainer[Any]], Tensor | float]
     """Takes the results of a step and the trainer after it; returns a scalar on the device, or a number."""
     combine: Callable[[list[float]], float]
@@ -65,12 +63,13 @@ def short(value: float | None, decimals: int = 4) -> str:
 
 
 STEP_METRICS: dict[str, StepMetric] = {
-    "loss": StepMetric("per target", lambda step, _: step.loss, mean, Column("loss", short), of_ranks=True),
-    "lr": StepMetric("", lambda step, _: step.lr, last, Column("lr", "{:.1e}".format)),
+    # Per valid target.
+    "loss": StepMetric(lambda step, _: step.loss, mean, Column("loss", short), of_ranks=True),
+    "lr": StepMetric(lambda step, _: step.lr, last, Column("lr", "{:.1e}".format)),
     # Before clipping, of the unscaled gradients; infinite where the step was skipped.
-    "grad_norm": StepMetric("", lambda step, _: step.grad_norm, last, Column("norm", lambda norm: short(norm, 2))),
-    "loss_scale": StepMetric("", lambda step, _: step.loss_scale, last, Column("scale", "{:g}".format, True)),
+    "grad_norm": StepMetric(lambda step, _: step.grad_norm, last, Column("norm", lambda norm: short(norm, 2))),
+    "loss_scale": StepMetric(lambda step, _: step.loss_scale, last, Column("scale", "{:g}".format, True)),
     "skipped_steps": StepMetric(
-        "steps", lambda step, _: step.skipped, sum, Column("skipped", "{:.0f}".format, True), of_run=True
+        lambda step, _: step.skipped, sum, Column("skipped", "{:.0f}".format, True), of_run=True
     ),
 }

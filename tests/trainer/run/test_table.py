@@ -53,7 +53,7 @@ def test_a_row_of_each_evaluation_has_the_last_line_of_the_log() -> None:
 @pytest.mark.usefixtures("five_metrics")
 def test_a_metric_of_the_steps_with_a_column_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     column = Column("peak", "{:.1f}".format)
-    monkeypatch.setitem(STEP_METRICS, "peak", StepMetric("", lambda step, _: step.grad_norm, max, column))
+    monkeypatch.setitem(STEP_METRICS, "peak", StepMetric(lambda step, _: step.grad_norm, max, column))
     table, out = begun()
     table.progress(20, TIMED | {"peak": 3.0})
     table.row(25, SCORES)
