@@ -11,8 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -23,14 +22,11 @@ from trainer.errors import Interrupted, RunError, UserError, first_line, redacte
 from trainer.parallel.world import check_launch, launched_processes, tell_torchrun
 from trainer.run import provenance
 from trainer.run.signals import OUTSIDE, clear_line
-from trainer.run.sweep import Sweep, TrainOne
+from trainer.run.sweep import Sweep
 from trainer.terminal import leave_unread
 
-if TYPE_CHECKING:
-    from trainer.run.run import Run
 
-
-def main(run_class: type[Run] | None = None) -> int:
+def main() -> int:
     """Run ``sys.argv`` and return the exit code: 0, 2 a user error, 3 not finite, 4 out of memory, 128 + signal."""
     if any(argument.partition("=")[0] in ("-h", "--help") for argument in sys.argv[1:]):
         return _help()
@@ -38,11 +34,10 @@ def main(run_class: type[Run] | None = None) -> int:
         print(provenance.environment())
         return 0
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, where it would print and exit with 1
-    train_one = partial(_train_one, run_class)
     try:
         check_launch()
         # Read the command line, and let Hydra compose each of its runs, which ``_train_one`` trains.
-        codes = _sweep(Sweep(read(sys.argv[1:])), train_one)
+        codes = _sweep(Sweep(read(sys.argv[1:])))
     except UserError as error:
         return _report(error)
     # Leave the other processes.
@@ -66,12 +61,12 @@ def _in_a_group() -> bool:
     return distributed is not None and distributed.is_initialized()
 
 
-def _sweep(sweep: Sweep, train_one: TrainOne) -> list[int]:
+def _sweep(sweep: Sweep) -> list[int]:
     """Train every run of a command line, print their table, and return their exit codes."""
     failed = []
     try:
         with explained():
-            sweep.run(train_one)
+            sweep.run(_train_one)
     except UserError:
         raise
     except Exception as error:
@@ -89,11 +84,7 @@ def _sweep(sweep: Sweep, train_one: TrainOne) -> list[int]:
 
 
 def _train_one(
-    run_class: type[Run] | None,
-    composed: DictConfig,
-    overrides: Sequence[str],
-    recorded: Mapping[str, Any],
-    brief: bool,
+    composed: DictConfig, overrides: Sequence[str], recorded: Mapping[str, Any], brief: bool
 ) -> tuple[int, dict[str, Any], bool]:
     """Train a run, and report what ends it early; see ``TrainOne``.
 
@@ -102,12 +93,12 @@ def _train_one(
     """
     try:
         from trainer.config.build import build
-        from trainer.run.start import Run, train
+        from trainer.run.start import train
 
         with explained():
             config = build(composed, overrides, recorded)
         clear_line()
-        return 0, train(config, run_class or Run, brief=brief).summary, False
+        return 0, train(config, brief=brief).summary, False
     except (Exception, KeyboardInterrupt) as error:
         some_ranks = launched_processes() > 1 and not getattr(error, "shared", False)
         return (

@@ -23,12 +23,15 @@ LIBRARIES = {"mlflow", "matplotlib", "datasets", "sklearn", "scipy", "pandas", "
 def tell(when):
     print("at", when, *sorted(LIBRARIES & set(sys.modules)), flush=True)
 
-class Watched(Run):
-    def step(self, microbatches):
-        record = super().step(microbatches)
-        tell("the first step")
-        assert gc.isenabled() and gc.get_freeze_count() > 100_000
-        return record
+plain = Run.step
+
+def step(self, microbatches):
+    record = plain(self, microbatches)
+    tell("the first step")
+    assert gc.isenabled() and gc.get_freeze_count() > 100_000
+    return record
+
+Run.step = step
 
 class Object:
     def __del__(self):
@@ -36,7 +39,7 @@ class Object:
 
 a_global = Object()
 atexit.register(tell, "the end")
-end_program(main(Watched))
+end_program(main())
 """
 SIZE = ("steps=1", "batch_size=2", "eval_samples=2", "profiler=none", "tracking=local", "device=cpu")
 
