@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.config.schema import Config
 from trainer.errors import NonFiniteError
 from trainer.hardware import kind_of, peak_memory_bytes, reset_peak_memory
 from trainer.precision.scaler import Scaling
@@ -63,7 +62,7 @@ class Monitor:
     Between log steps nothing here touches the device. Which metrics there are is a table, ``STEP_METRICS``.
     """
 
-    def __init__(self, trainer: Trainer[Config]) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         config = trainer.config
         self.trainer = trainer
         self.log_every = config.log_every
@@ -81,12 +80,11 @@ class Monitor:
         """Loss of the last one."""
         self.trained_s = 0.0
         """Seconds since ``start``, without what was paused, until ``collect`` was called last."""
-        self._metrics = [*STEP_METRICS.values()]
-        self._pending: list[tuple[StepRecord, list[Tensor | float]]] = []
+        self._pending: list[tuple[StepRecord, dict[str, Tensor | float]]] = []
         """Steps whose tensors the host has not read, with their values of each metric."""
         self._interval: dict[str, list[float]] = {name: [] for name in STEP_METRICS}
         """The values since the last line of the log, a checkpoint's among them."""
-        self._totals = {name: 0.0 for name, metric in STEP_METRICS.items() if metric.of_run}
+        self._totals = {name: 0.0 for name, metric in STEP_METRICS.items() if metric.combine is None}
         self._skipped_in_a_row = 0
         self._memory, self._memory_read = 0, -math.inf
         self._counted = time.perf_counter()
@@ -111,7 +109,8 @@ class Monitor:
         Raises:
             NonFiniteGradients: see ``collect``.
         """
-        self._pending.append((record, [metric.value(record, self.trainer) for metric in self._metrics]))
+        values = {name: metric.value(record, self.trainer) for name, metric in STEP_METRICS.items()}
+        self._pending.append((record, values))
         # The first step alone makes a window, so that what it warms up is not in the throughput of the others.
         if record.step != 1 and record.step % self.log_every and record.step != self.trainer.plan.steps:
             return None
@@ -130,7 +129,7 @@ class Monitor:
             return
         records, values = zip(*self._pending, strict=True)
         self._pending = []
-        columns: dict[str, list[Any]] = dict(zip(STEP_METRICS, map(list, zip(*values, strict=True)), strict=True))
+        columns: dict[str, list[Any]] = {name: [of_step[name] for of_step in values] for name in STEP_METRICS}
 
         # One copy of all tensors: a row for each metric, a column for each step.
         names = [name for name, column in columns.items() if isinstance(column[0], Tensor)]
@@ -230,7 +229,7 @@ class Monitor:
             self._measured.append(window)
         # The values of every step become one number: the mean, the last, or what the whole run has added up.
         metrics = {
-            name: self._totals[name] if metric.of_run else metric.combine(self._interval[name])
+            name: metric.combine(self._interval[name]) if metric.combine else self._totals[name]
             for name, metric in STEP_METRICS.items()
         }
         self._interval = {name: [] for name in STEP_METRICS}

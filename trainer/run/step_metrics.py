@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -33,15 +33,13 @@ class Column(NamedTuple):
 class StepMetric(NamedTuple):
     """One number of every optimizer step."""
 
-    value: Callable[[StepRecord, Trainer[Any]], Tensor | float]
+    value: Callable[[StepRecord, Trainer], Tensor | float]
     """Takes the results of a step and the trainer after it; returns a scalar on the device, or a number."""
-    combine: Callable[[list[float]], float]
-    """Makes one number of an interval's: ``mean``, ``sum``, ``last`` or ``max``."""
+    combine: Callable[[list[float]], float] | None
+    """Makes one number of an interval's: ``mean``, ``last`` or ``max``; None: it is added up over the whole run."""
     column: Column | None = None
     of_ranks: bool = False
     """Whether every rank has a part of it, and the parts are added."""
-    of_run: bool = False
-    """Whether it is added up over the whole run, as a resumed one continues."""
 
 
 def mean(values: list[float]) -> float:
@@ -66,10 +64,8 @@ STEP_METRICS: dict[str, StepMetric] = {
     # Per valid target.
     "loss": StepMetric(lambda step, _: step.loss, mean, Column("loss", short), of_ranks=True),
     "lr": StepMetric(lambda step, _: step.lr, last, Column("lr", "{:.1e}".format)),
-    # Before clipping, of the unscaled gradients; infinite where the step was skipped.
+    # Before clipping, of the unscaled gradients; not finite where the step was skipped.
     "grad_norm": StepMetric(lambda step, _: step.grad_norm, last, Column("norm", lambda norm: short(norm, 2))),
     "loss_scale": StepMetric(lambda step, _: step.loss_scale, last, Column("scale", "{:g}".format, True)),
-    "skipped_steps": StepMetric(
-        lambda step, _: step.skipped, sum, Column("skipped", "{:.0f}".format, True), of_run=True
-    ),
+    "skipped_steps": StepMetric(lambda step, _: step.skipped, None, Column("skipped", "{:.0f}".format, True)),
 }

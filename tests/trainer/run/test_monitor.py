@@ -138,7 +138,7 @@ def test_an_error_has_the_last_line_of_a_run_that_diverges() -> None:
 def test_a_row_of_the_table_is_all_that_a_metric_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a tensor and of a number that the host knows, each combined in its own way; they keep no graph."""
     monkeypatch.setitem(STEP_METRICS, "peak", StepMetric(lambda step, _: step.grad_norm, max))
-    monkeypatch.setitem(STEP_METRICS, "seen", StepMetric(lambda step, _: step.units, sum, of_run=True))
+    monkeypatch.setitem(STEP_METRICS, "seen", StepMetric(lambda step, _: step.units, None))
     monkeypatch.setitem(STEP_METRICS, "graph", StepMetric(lambda *_: float(torch.is_grad_enabled()), sum))
     lines = lines_of(watch(), [record(step, units=step) for step in range(1, 5)])
     assert [(line["peak"], line["seen"], line["graph"]) for _, line in lines] == [(0.5, 1, 0), (2.0, 10, 0)]
