@@ -146,7 +146,7 @@ class TokenWindows(Windows):
 
 @dataclass
 class LanguageRecipe(SizedRecipe):
-    """Text to next tokens. A subclass names its sizes and its model (``network``, ``blocks``)."""
+    """Text to next tokens. A subclass names its sizes and its model (``new_config``, ``blocks``)."""
 
     known_sum = True
     unit = "tokens"

@@ -36,13 +36,13 @@ def build(
     check(composed)
     if composed.recipe_path is not None:
         composed.recipe_path = str(Path(composed.recipe_path).expanduser().absolute())
-    typed = by_key(overrides)
+    overridden = by_key(overrides)
     composed.resume = recorded.get("resume", composed.resume)
-    if "recipe.pretrained" in typed:
-        raise UserError(f"recipe.pretrained: write init_from={typed['recipe.pretrained']}")
+    if "recipe.pretrained" in overridden:
+        raise UserError(f"recipe.pretrained: write init_from={overridden['recipe.pretrained']}")
     # The weights that it starts from, and the options that they depend on.
-    given = frozenset({*typed, *recorded})
-    source, options = adopt(composed, given, name_of_composed(composed))
+    typed = frozenset({*overridden, *recorded})
+    source, options = adopt(composed, typed, name_of_composed(composed))
     for key, value in options.items():
         OmegaConf.update(composed, key, value)
     # Each group becomes an object of its class, which checks its own options; ``Config`` checks them together.
@@ -50,4 +50,4 @@ def build(
         str(key): OmegaConf.to_object(node) if OmegaConf.is_config(node) else node for key, node in composed.items()
     }
     components |= {"recipe": recipe} if recipe is not None else {}
-    return Config(**components, source=source, typed=given)
+    return Config(**components, source=source, typed=typed)

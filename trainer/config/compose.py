@@ -19,8 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from trainer.config import external_recipes
 from trainer.config.command_line import CommandLine, read
 from trainer.config.explain import explained
-from trainer.config.registration import CONF as CONF
-from trainer.config.registration import groups, register, root
+from trainer.config.registration import CONF, groups, register, root
 from trainer.config.registration import key_of as key_of
 from trainer.errors import UserError
 from trainer.files import NO_FOLDER
@@ -139,8 +138,9 @@ def compose(
     with _hydra():
         from trainer.config.build import build
 
-        check_single(overrides, "set one of them")
-        composition = prepare(read(overrides), recorded)
+        line = read(overrides)
+        line.check_single("set one of them")
+        composition = prepare(line, recorded)
         return build(
             hydra.compose(composition.name, composition.arguments), composition.arguments, composition.recorded, recipe
         )

@@ -108,7 +108,7 @@ def adopt(composed: DictConfig, typed: Collection[str], name: str) -> tuple[Init
 
     Args:
         composed: by Hydra.
-        typed: the keys of the command line, which are not among the options.
+        typed: the keys that are typed, or recorded; they are not among the options.
         name: the name of the run.
 
     Returns:

@@ -24,7 +24,7 @@ from trainer.profiling.utilisation import Utilisation, data_sheet
 from trainer.run.monitor import NonFiniteGradients
 from trainer.run_folder import RunFolder
 from trainer.tracking.datasets import dataset_facts
-from trainer.tracking.log import MetricLog, countable
+from trainer.tracking.log import MetricLog, strict_json
 from trainer.tracking.tracked_run import TrackedRun
 from trainer.trainer import Trainer
 
@@ -161,7 +161,7 @@ def record_failure(
         except CheckpointNotWritten as problem:
             log.warning("the weights before step %d were not saved (%s)", error.failure["step"], problem)
     facts |= {"micro_batch_size": trainer.plan.batching.micro_batch_size, "message": str(error)}
-    failure: dict[str, Any] = countable(error.failure | facts)
+    failure: dict[str, Any] = strict_json(error.failure | facts)
     return failure
 
 

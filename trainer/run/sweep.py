@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from mantissa.display import columns, loss, quantity, size
 from trainer.config.command_line import CommandLine
-from trainer.config.compose import CONF, prepare
-from trainer.config.registration import by_key, name_of_composed
+from trainer.config.compose import prepare
+from trainer.config.registration import CONF, by_key, name_of_composed
 from trainer.errors import RunError
 from trainer.files import SAME
 from trainer.terminal import WIDTH
@@ -150,7 +150,7 @@ class Sweep:
             # As given: Hydra would resolve ${…} in them against its own keys.
             given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
             overrides = cast("list[str]", given)
-            own, values = self.named(composed, overrides)
+            own, values = self.set_name(composed, overrides)
             brief = bool(self.keys) and self.jobs is None
             self.rows.append(Row(own, values, *train_one(composed, overrides, composition.recorded, brief)))
             if self.jobs is not None and (code := self.rows[-1].code):
@@ -172,7 +172,7 @@ class Sweep:
         self.jobs = Path(tempfile.mkdtemp(prefix="sweep-", dir=folder))
         yield str(self.jobs)
 
-    def named(self, composed: DictConfig, overrides: Sequence[str]) -> tuple[str, dict[str, str]]:
+    def set_name(self, composed: DictConfig, overrides: Sequence[str]) -> tuple[str, dict[str, str]]:
         """Give a run of a sweep a name of its own and the sweep's tag ``group``, and let it continue an earlier run.
 
         Args:

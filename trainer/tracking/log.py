@@ -86,7 +86,7 @@ class MetricLog:
                 f"{path} was removed or moved away while the run trained; put it back and resume, or start anew"
             )
         # A line of the file; from the first one on, a thread reads them and sends them to MLflow.
-        line = {"step": step, "time": time.time(), **countable(metrics)}
+        line = {"step": step, "time": time.time(), **strict_json(metrics)}
         self._unwritten += json.dumps(line, allow_nan=False).encode() + b"\n"
         self._write()
         self._start_follower()
@@ -107,7 +107,7 @@ class MetricLog:
             try:
                 _tolerate(lambda: plot_run(self.folder), self.folder / "plots")
             finally:  # last: a run whose summary has the status FINISHED is not trained further when it is resumed
-                written = _tolerate(lambda: write_json(path, countable({"status": status, **summary})), path)
+                written = _tolerate(lambda: write_json(path, strict_json({"status": status, **summary})), path)
         finally:
             if self._follower:
                 self._start_follower()
@@ -165,7 +165,7 @@ def _tolerate(write: Callable[[], object], path: Path) -> bool:
     return True
 
 
-def countable(value: Any) -> Any:
+def strict_json(value: Any) -> Any:
     """Return plain values for strict JSON, which has no NaN and no infinity.
 
     Such a value becomes null; in a mapping, its presence becomes a count of 1, ``<key>_nonfinite``.
@@ -173,10 +173,10 @@ def countable(value: Any) -> Any:
     if isinstance(value, Mapping):
         result: dict[str, Any] = {}
         for key, item in value.items():
-            result[key] = countable(item)
+            result[key] = strict_json(item)
             if isinstance(item, float) and not math.isfinite(item):
                 result[f"{key}_nonfinite"] = 1
         return result
     if isinstance(value, (list, tuple)):
-        return [countable(item) for item in value]
+        return [strict_json(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

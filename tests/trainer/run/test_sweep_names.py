@@ -62,7 +62,7 @@ def test_the_table_is_sorted_by_the_best_score_and_keeps_failed_runs_last() -> N
     sweep = Sweep(read(["-m", "optimizer.lr=1,2,3"]))
     fast = summary(1.2e-5, run="bignet-fp32-s0-lr_3-2", units_per_s=24_690.0)
     for value, result in (("1", {}), ("2", summary(0.5)), ("3", fast)):
-        named = sweep.named(composed(), ["steps=3", f"optimizer.lr={value}"])
+        named = sweep.set_name(composed(), ["steps=3", f"optimizer.lr={value}"])
         sweep.rows.append(Row(*named, 0 if result else 3, result))
     heading, *rows = [" ".join(line.split()) for line in sweep.table().splitlines()]
     assert heading == "lr best final throughput status"  # the memory is the same in all
@@ -83,7 +83,7 @@ def test_seeds_are_averaged_for_each_combination_of_the_rest() -> None:
     sweep = Sweep(read(["-m", "precision=fp32,bf16", "seed=0,1,2"]))
     results = {("fp32", 0): 4.0, ("bf16", 0): 1.0, ("fp32", 1): 2.0, ("bf16", 1): 3.0, ("fp32", 2): 9.0}
     for (precision, seed), best in results.items():
-        named = sweep.named(composed(), [f"precision={precision}", f"seed={seed}"])
+        named = sweep.set_name(composed(), [f"precision={precision}", f"seed={seed}"])
         row = {"status": "FINISHED" if best < 9 else "KILLED", "best": {"step": 1, "value": best}, "unit": "samples"}
         row |= {"run": named[0], "units_per_s": 100 * best, "peak_memory_bytes": 2**20}
         sweep.rows.append(Row(*named, 0, row))
