@@ -109,7 +109,7 @@ def alternate(
     run_folder = RunFolder.create(config.output_dir, trainer.config.name)
     terminal = Terminal(Console(file=io.StringIO()))
     terminal.show_logs()
-    run = MeasuredRun(trainer, Scores(trainer.config), run_folder, terminal, Signals())
+    run = MeasuredRun(trainer, Scores(trainer.config), run_folder, terminal, Signals(), time.monotonic(), command="")
     run.begin([])
     with threads(job.threads):
         seconds = run.measure(job.steps, blocks, clock)

@@ -30,7 +30,7 @@ _OF_TRAINING = {
 class RunConfig:
     """What using a model needs beside its weights and the data."""
 
-    plan: Plan[Config]
+    plan: Plan
     own_data: bool
     """Whether it is the data that the run was trained on."""
     eval_samples: int | None

@@ -6,15 +6,15 @@ import math
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, overload
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, overload
 
 import torch
 from torch import Tensor, nn
 
 from mantissa.step.ledger import MemoryLedger
 from mantissa.tensors import random_state, set_random_state
+from trainer.config.schema import Config
 from trainer.config.settle import Settled, plan_of, settle
-from trainer.config.step import Config
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.data.evaluation import Evaluation, Progress
 from trainer.data.loader import DataOrder, to_device
@@ -64,7 +64,7 @@ class Gradients(NamedTuple):
     units: int
 
 
-class Trainer(Generic[Config]):
+class Trainer:
     """The model in training: everything that a step changes, and nothing about where it is reported.
 
     Args:
@@ -76,7 +76,7 @@ class Trainer(Generic[Config]):
 
     update_class: ClassVar[type[Update]] = Update
 
-    def __init__(self, settled: Settled[Config]) -> None:
+    def __init__(self, settled: Settled) -> None:
         config = settled.config
         self.plan, self.config, self.recipe = settled, config, config.recipe
         self.datasets = settled.datasets

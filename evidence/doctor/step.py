@@ -63,7 +63,7 @@ class TrainerStep(Step):
     sums_loss: bool = True
     config: Config
     """Config of the run."""
-    settled: Settled[Config]
+    settled: Settled
     order: DataOrder
     prototype: nn.Module
     """The recipe's model, which is copied for each replay."""
@@ -146,10 +146,10 @@ def step_of(trainer: Trainer) -> TrainerStep:
     )
 
 
-class _Eager(Trainer[Config]):
+class _Eager(Trainer):
     """A trainer of one process, whose model is a copy of a step's and whose gradients come from a replay."""
 
-    def __init__(self, step: TrainerStep, settled: Settled[Config]) -> None:
+    def __init__(self, step: TrainerStep, settled: Settled) -> None:
         self._prototype = step.prototype
         super().__init__(settled)
 

@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-class RangeTrainer(Trainer[Config]):
+class RangeTrainer(Trainer):
     """A trainer whose learning rate rises from ``lowest`` to ``highest``, by the same factor at every step."""
 
     lowest: float

@@ -1,9 +1,9 @@
 """Resuming: which earlier run a command continues, and what may differ from it.
 
-One rule: what is recorded counts as typed. ``resume=FOLDER`` composes the command line on the folder's config.json
+``resume=FOLDER`` composes the command line on the folder's config.json: what is recorded counts as typed
 (``compose.prepare``). ``resume=auto`` and ``resume=same`` compose the command line as it is, find the run by its name,
-and take from its record what is still ``auto`` (``settle.plan_of``). In every case ``check_same`` refuses what
-``may_change`` does not allow.
+and take from its record only what the hardware or the data might decide otherwise today (``settle.plan_of``). In every
+case ``check_same`` refuses what ``may_change`` does not allow.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ class Earlier(NamedTuple):
     """Whether it is meant only if it has the very options of the new command."""
 
 
-def planned(
-    config: Config, hardware: Hardware, world: World, fitted: Decision | None
-) -> tuple[Plan[Config], RunFolder | None]:
+def planned(config: Config, hardware: Hardware, world: World, fitted: Decision | None) -> tuple[Plan, RunFolder | None]:
     """Return what the command becomes, and the folder of the run that it continues; None: a new one begins.
 
     Every rank calls it. The arguments are those of ``settle.plan_of``; ``fitted`` is for a new run.
@@ -148,7 +146,7 @@ def _has_these_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> boo
     """Return whether a run has the very options of a command: ``resume=same`` continues no other.
 
     Stricter than ``check_same``: another number of steps, another loader or profiler would give other results. What is
-    still ``auto`` follows from the rest.
+    still ``auto`` follows from the rest; but the augmentation, whose ``auto`` is the record's choice by now.
     """
     return all(
         (key.partition(".")[0] in _ELSEWHERE and key != "checkpoint.best") or (value == "auto" and key != "augment")

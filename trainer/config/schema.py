@@ -37,8 +37,8 @@ class EarlyStopping:
 
 
 @dataclass
-class RunConfig:
-    """The options of the run around the steps: what is measured, reported and kept, and where."""
+class Config(StepConfig):
+    """All options of a run, in one level as on the command line: those of the steps, and of what is around them."""
 
     profiler: Profiler = field(default_factory=Profiler)
     """Profile of a few steps: time or memory."""
@@ -69,12 +69,6 @@ class RunConfig:
     """Tags for MLflow, such as ``tags.team=vision``; one that the run sets itself is replaced."""
     note: str | None = None
     """A sentence about the run; it opens the description in MLflow."""
-
-
-@dataclass
-class Config(RunConfig, StepConfig):
-    """All options of a run, in one level as on the command line."""
-
     source: InitFrom | None = field(default=None, metadata=NO_OPTION)
     """The weights that ``init_from`` names, with their options; None: the first weights are the recipe's."""
 

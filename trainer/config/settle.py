@@ -16,12 +16,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any
 
 from mantissa.step.memory import available_bytes
-from trainer.config.step import EPOCH, Config, StepConfig
+from trainer.config.schema import Config
+from trainer.config.step import EPOCH
 from trainer.data.contract import Datasets
 from trainer.data.loader import Batching
 from trainer.errors import UserError, check_number, on_every_rank
@@ -36,7 +37,7 @@ MICRO = "micro_batch_size"
 
 
 @dataclass(frozen=True)
-class Plan(Generic[Config]):
+class Plan:
     """What a config becomes before its data is open, see ``plan_of``."""
 
     hardware: Hardware
@@ -44,7 +45,6 @@ class Plan(Generic[Config]):
     """The processes that train together, each of which has such a plan."""
     config: Config
     """The config with values in the place of ``auto``; what open data decides is still ``auto``."""
-    batching: Batching
     eval_every: Fraction
     """Optimizer steps between two evaluations; an epoch need not be a whole number of them."""
     save_every: int | None
@@ -55,6 +55,12 @@ class Plan(Generic[Config]):
     """The options of the run that is continued, by dotted key; empty: a new run."""
     datasets: Datasets | None
     """The data, where it is open already: it had to be, to count the steps of an epoch."""
+
+    @cached_property
+    def batching(self) -> Batching:
+        """How a step's batch is divided."""
+        config, world = self.config, self.world
+        return Batching(int(config.batch_size), int(config.micro_batch_size), world.size, world.rank)
 
     @property
     def steps(self) -> int:
@@ -78,7 +84,7 @@ class Plan(Generic[Config]):
 
 
 @dataclass(frozen=True)
-class Settled(Plan[Config], Generic[Config]):
+class Settled(Plan):
     """What a config becomes, as the run records it: no option is ``auto`` any more but for rules, see ``settle``."""
 
     datasets: Datasets
@@ -92,7 +98,7 @@ def plan_of(
     recorded: Mapping[str, Any] = {},
     fitted: Decision | None = None,
     datasets: Datasets | None = None,
-) -> Plan[Config]:
+) -> Plan:
     """Return what the config becomes before its data is open, and check that all fits together.
 
     Args:
@@ -134,10 +140,10 @@ def plan_of(
             steps, of_steps = number("steps", total, f"epochs={config.epochs:g} of {samples:,} samples")
         else:
             steps, of_steps = number("steps", sizes.steps, default)
-        fitting = fitted or _microbatch(config, sizes, default, batch_size, world.size, recorded)
-        micro_batch_size, of_microbatch = number(*fitting)
+        _, size, why = fitted or _microbatch(config, sizes, default, batch_size, world.size, recorded)
+        micro_batch_size, of_microbatch = number(MICRO, size, why)
         _check(config, steps, micro_batch_size)
-        batching = Batching(batch_size, micro_batch_size, world.size, world.rank)
+        Batching(batch_size, micro_batch_size, world.size)  # which refuses what does not divide
         # Evaluations: after each pass, else at most ten in a run.
         tenth = max(steps // 10, min(steps, 25))
         if config.epochs is not None:
@@ -159,7 +165,6 @@ def plan_of(
         hardware=hardware,
         world=world,
         config=replace(config, epochs=None, **numbers),
-        batching=batching,
         eval_every=epoch if every == EPOCH else Fraction(every),
         save_every=tenth if by_epochs else None,
         decisions=(
@@ -171,7 +176,7 @@ def plan_of(
     )
 
 
-def settle(plan: Plan[Config]) -> Settled[Config]:
+def settle(plan: Plan) -> Settled:
     """Open the data of a plan, and return what its config becomes; every rank calls it.
 
     Raises:
@@ -192,7 +197,6 @@ def settle(plan: Plan[Config]) -> Settled[Config]:
         hardware=plan.hardware,
         world=plan.world,
         config=replace(config, recipe=recipe, augment=augment, loader=loader),
-        batching=plan.batching,
         eval_every=plan.eval_every,
         save_every=plan.save_every,
         decisions=(*plan.decisions, *of_recipe, *of_augment, *of_loader),
@@ -201,15 +205,15 @@ def settle(plan: Plan[Config]) -> Settled[Config]:
     )
 
 
-def alone(settled: Settled[Config], micro_batch_size: int) -> Settled[Config]:
+def alone(settled: Settled, micro_batch_size: int) -> Settled:
     """Return what one rank of a run computes, as a run of one process without torch.compile: for a forecast."""
     batch_size = settled.batching.batch_size // settled.batching.ranks
     numbers: dict[str, Any] = {"batch_size": batch_size, MICRO: micro_batch_size}
     config = replace(settled.config, compile=Compile(), parallel=Parallel(), **numbers)
-    return replace(settled, world=World(), config=config, batching=Batching(batch_size, micro_batch_size))
+    return replace(settled, world=World(), config=config)
 
 
-def free_bytes(plan: Plan[Config]) -> int:
+def free_bytes(plan: Plan) -> int:
     """Return the free memory of the rank that has least; every rank calls this."""
     free = available_bytes(plan.hardware.device)
     shared = plan.world.size > 1 and not plan.hardware.is_gpu  # by the processes of a machine
@@ -271,7 +275,7 @@ def _with_options_of(config: Config, recorded: Mapping[str, Any]) -> Config:
     return config
 
 
-def _number(config: StepConfig, key: str, auto: Any, why: str) -> tuple[Any, list[Decision]]:
+def _number(config: Config, key: str, auto: Any, why: str) -> tuple[Any, list[Decision]]:
     """Return what is typed, else what ``auto`` is, which is then to be shown if it has a reason."""
     typed = getattr(config, key)
     value: Any = auto if typed == "auto" else typed
@@ -281,7 +285,7 @@ def _number(config: StepConfig, key: str, auto: Any, why: str) -> tuple[Any, lis
 
 
 def _microbatch(
-    config: StepConfig, sizes: Sizes, why: str, batch_size: int, ranks: int, recorded: Mapping[str, Any]
+    config: Config, sizes: Sizes, why: str, batch_size: int, ranks: int, recorded: Mapping[str, Any]
 ) -> Decision:
     """Return the microbatch that ``auto`` stands for: that of the record, else the largest that divides the batch."""
     least, most = config.augment.micro_batch_multiple, min(batch_size, sizes.micro_batch_size)
@@ -290,10 +294,10 @@ def _microbatch(
     fits = isinstance(before, int) and before > 0 and before % least == 0 and batch_size % (before * ranks) == 0
     if fits and before != fitting:
         return Decision(MICRO, before, "as at the start of the run")
-    return Decision(MICRO, fitting, why)
+    return Decision(MICRO, fitting, why if fitting == most else f"the largest up to {most} that divides {batch_size}")
 
 
-def _check(config: StepConfig, steps: int, micro_batch_size: int) -> None:
+def _check(config: Config, steps: int, micro_batch_size: int) -> None:
     """Refuse numbers that do not fit other options."""
     if config.schedule.warmup(steps) >= max(2, steps):
         raise UserError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 from trainer.data.contract import Datasets
 from trainer.data.loader import Loader
@@ -90,8 +89,6 @@ class StepConfig:
     init_from: str | None = None
     """Weights to start from: the best of a run (its folder, its ``best/``, or ``mlflow:RUN_ID``), a hub id, a
     save_pretrained folder, published weights of image classifiers by name (DEFAULT), or a file of another program."""
-    source: Any = field(default=None, metadata=NO_OPTION)
-    """The run that ``init_from`` names, see ``config.init_from``; None: the first weights are the recipe's."""
     typed: frozenset[str] = field(default=frozenset(), metadata=NO_OPTION)
     """The keys that the user has set, or that the config was composed on; others have a default."""
 
@@ -138,6 +135,3 @@ class StepConfig:
             UserError: the data cannot be had, or does not suit the recipe.
         """
         return self.recipe.datasets(self.data, self.seed)
-
-
-Config = TypeVar("Config", bound=StepConfig)

@@ -28,7 +28,7 @@ REMEDY = "a smaller model, activation_checkpointing=blocks or precision=bf16 nee
 log = logging.getLogger("mantissa")
 
 
-def fit(settled: Settled[Config], auto: bool) -> Decision | None:
+def fit(settled: Settled, auto: bool) -> Decision | None:
     """Return the smaller microbatch that is forecast to fit into the free memory; None: the present one is kept.
 
     On a CPU alone, where the system kills what takes too much. A forecast takes seconds, so it is made only where
@@ -47,7 +47,7 @@ def fit(settled: Settled[Config], auto: bool) -> Decision | None:
     return settled.world.run_on_main(partial(_fitting, settled, free, auto))
 
 
-def _fitting(settled: Settled[Config], free: int, auto: bool) -> Decision | None:
+def _fitting(settled: Settled, free: int, auto: bool) -> Decision | None:
     batching, usable = settled.batching, int(USABLE * free)
     size = batching.micro_batch_size
     rough = rough_bytes(settled.config.recipe, settled.datasets, size)
@@ -78,7 +78,7 @@ def _fitting(settled: Settled[Config], free: int, auto: bool) -> Decision | None
     )
 
 
-def keep_memory(settled: Settled[Config]) -> None:
+def keep_memory(settled: Settled) -> None:
     """Keep the memory of freed tensors where a step on a CPU needs, roughly counted, less than half of what is free."""
     if settled.hardware.kind is not CPU:
         return
@@ -105,7 +105,7 @@ def rough_bytes(recipe: Recipe, datasets: Datasets, micro_batch_size: int) -> in
     return 64 * sum(shape.numel() for shape in shapes) + micro_batch_size * a_sample
 
 
-def needed_bytes(settled: Settled[Config], size: int) -> int:
+def needed_bytes(settled: Settled, size: int) -> int:
     """Return the forecast of what one rank needs with microbatches of ``size``: its passes are a single process's."""
     one, ranks = alone(settled, size), settled.batching.ranks
     ledger = ledger_of(one)

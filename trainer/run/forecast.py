@@ -45,7 +45,7 @@ def forecast(config: Config) -> Ledger:
     return ledger_of(alone(settled, settled.batching.micro_batch_size))
 
 
-def ledger_of(settled: Settled[Config]) -> Ledger:
+def ledger_of(settled: Settled) -> Ledger:
     """Return the ledger of a run of one process without torch.compile, see ``settle.alone``.
 
     Of accumulation, two microbatches are taken: in the second the gradients of the first exist, and all others repeat
@@ -132,7 +132,7 @@ class FakeTrainer(Trainer):
 
     update_class = UpdateAlways
 
-    def __init__(self, settled: Settled[Config]) -> None:
+    def __init__(self, settled: Settled) -> None:
         super().__init__(settled)
         if isinstance(self.masters, StochasticWeights):
             self.masters.free()

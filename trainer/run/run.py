@@ -28,7 +28,7 @@ from trainer.recipe import Decision, UserRecipe
 from trainer.run import report
 from trainer.run.export import export_best, load_best, sample_text, whole_model
 from trainer.run.monitor import Monitor, NonFiniteGradients
-from trainer.run.provenance import doctor_command, git_facts, resume_command
+from trainer.run.provenance import doctor_command, git_facts
 from trainer.run.record import forget_failure, observed, open_metric_log, record_failure, write_config
 from trainer.run.scores import PREFIX, Score, Scores
 from trainer.run.signals import Signals
@@ -55,7 +55,8 @@ class Run:
         folder: of the run, which this process has locked.
         terminal: what the user sees.
         signals: requests to stop or to save.
-        began: when the command was given, on the monotonic clock; None: now.
+        began: when the command was given, on the monotonic clock.
+        command: continues the run.
     """
 
     trainer_class: ClassVar[type[Trainer]] = Trainer
@@ -67,16 +68,15 @@ class Run:
         folder: RunFolder,
         terminal: Terminal,
         signals: Signals,
-        began: float | None = None,
+        began: float,
+        command: str,
     ) -> None:
         config = trainer.config
         self.trainer, self.scores, self.config = trainer, scores, config
         self.world: World = trainer.world
         self.plan: Plan = trainer.plan
         self.folder, self.terminal, self.signals = folder, terminal, signals
-        self.command = resume_command(folder.path)
-        """The command that continues the run."""
-        self.began = began or time.monotonic()
+        self.began, self.command = began, command
         self.fingerprint = fingerprint(trainer.datasets.train, trainer.datasets.valid)
         """Hash of the data, which must be the same on resume."""
 

@@ -132,8 +132,7 @@ def _train(
         with terminal.work("opening the data"):
             settled = settle(plan)
         # A new run has to fit into a CPU's memory: if need be it is settled anew, with a smaller microbatch.
-        auto = config.micro_batch_size == "auto" and fitted is None
-        if folder is None and (smaller := fit(settled, auto)):
+        if folder is None and (smaller := fit(settled, config.micro_batch_size == "auto")):
             plan = plan_of(config, hardware, world, fitted=smaller, datasets=settled.datasets)
             settled = settle(plan)
 
@@ -154,8 +153,7 @@ def _train(
                 if folder is None:
                     world.run_on_main(partial(_check_disk, config, trainer.model))
                     folder = world.run_on_main(partial(_new_folder, settled, stack, terminal))
-                prepared = run_class(trainer, scores, folder, terminal, signals, began)
-                prepared.command = command(folder.path)
+                prepared = run_class(trainer, scores, folder, terminal, signals, began, command(folder.path))
                 if saved is not None:
                     prepared.restore(saved)
                 prepared.begin([*settled.decisions, *trainer.decisions])
@@ -183,7 +181,7 @@ def _warn_of_launchers(config: Config, terminal: Terminal) -> None:
         terminal.warn(f"ACCELERATE_MIXED_PRECISION={asked} has no effect; set precision={asked}")
 
 
-def _checkpoint_of(folder: RunFolder, plan: Plan[Config]) -> tuple[Path | None, str]:
+def _checkpoint_of(folder: RunFolder, plan: Plan) -> tuple[Path | None, str]:
     """Return the newest intact checkpoint of the run that is continued; None: it is complete, and how to go on with it.
 
     Rank 0 calls it, once no other process can train this run to its end.
@@ -205,7 +203,7 @@ def _checkpoint_of(folder: RunFolder, plan: Plan[Config]) -> tuple[Path | None, 
     # A run that was killed at its end has taken all steps, but its export and its summary may be missing.
     if state != "complete":
         if step > steps:
-            raise UserError(f"steps={steps}, but {folder.path} was stopped after step {step}; leave steps out")
+            raise UserError(f"steps={steps}, but {folder.path} was stopped after step {step}; set steps={step} or more")
         return checkpoint, ""
     if step >= steps:
         fewer = f"steps={steps} is below that; " if step > steps else ""
@@ -252,7 +250,7 @@ def _written(output_dir: str) -> Iterator[None]:
         ) from error
 
 
-def _new_folder(settled: Settled[Config], stack: ExitStack, terminal: Terminal) -> RunFolder:
+def _new_folder(settled: Settled, stack: ExitStack, terminal: Terminal) -> RunFolder:
     """Make the folder of a new run, with what a later one needs of the data beside the weights."""
     config = settled.config
     folder = RunFolder.create(config.output_dir, config.name)

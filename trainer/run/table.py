@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from rich.text import Text
 
@@ -23,7 +22,7 @@ _RATES = {"tokens": "tok/s", "images": "img/s"}
 class Table:
     """Shows the rows as they come, and between them that training goes on."""
 
-    def __init__(self, terminal: Terminal, plan: Plan[Any], monitor: Monitor) -> None:
+    def __init__(self, terminal: Terminal, plan: Plan, monitor: Monitor) -> None:
         self._terminal, self._plan, self._monitor = terminal, plan, monitor
         self._rate = _RATES.get(monitor.unit, f"{monitor.unit}/s")
         columns = {name: metric.column for name, metric in STEP_METRICS.items() if metric.column is not None}

@@ -7,8 +7,8 @@ import torch
 
 from tests.helpers import CONF, CPU, SHIPPED, NoData, SmallConvNet, compose
 from trainer.config.registration import flatten
+from trainer.config.schema import Config
 from trainer.config.settle import plan_of
-from trainer.config.step import StepConfig
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.recipe import Recipe
@@ -33,7 +33,7 @@ def test_a_recipe_that_lacks_a_method_is_told_which() -> None:
         count_targets = Recipe.count_targets
 
     with pytest.raises(UserError, match=r"Half .* has no count_targets; write it, as recipes/bignet.py does"):
-        StepConfig(Half(), NoData())
+        Config(Half(), NoData())
 
 
 def test_resolving_changes_nothing_and_no_two_configs_share_state() -> None:

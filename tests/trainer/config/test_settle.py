@@ -107,7 +107,7 @@ def test_the_sources_options_count_as_typed_and_a_continued_run_has_those_of_its
 def test_a_fitted_microbatch_takes_the_place_of_auto_alone() -> None:
     fitted = Decision("micro_batch_size", 8, "forecast to fit")
     plan = plan_of(compose(*BIGNET, "batch_size=16"), CPU, fitted=fitted)
-    assert (plan.batching.micro_batch_size, plan.config.micro_batch_size, fitted in plan.decisions) == (8, 8, True)
+    assert (plan.batching.micro_batch_size, fitted in plan.decisions) == (8, True)
     after = plan_of(compose(*BIGNET, "batch_size=16"), CPU, fitted=fitted._replace(why=""))
     assert (after.config.micro_batch_size, [each for each in after.decisions if each.key == fitted.key]) == (8, [])
     typed = plan_of(compose(*BIGNET, "batch_size=16", "micro_batch_size=4"), CPU, fitted=fitted)

@@ -29,7 +29,7 @@ BIGNET = ["recipe=bignet", "recipe.width=64", "recipe.layers=4", "data.samples=6
 
 def fitted(
     monkeypatch: pytest.MonkeyPatch, free_mib: float, *overrides: str, world: World | None = None
-) -> tuple[Plan[Config], list[Decision]]:
+) -> tuple[Plan, list[Decision]]:
     monkeypatch.setattr(settle, "available_bytes", lambda device: int(free_mib * MIB))
     config = compose(*overrides, "device=cpu")
     hardware = detect("cpu")
@@ -37,7 +37,6 @@ def fitted(
     smaller = fit.fit(plan, config.micro_batch_size == "auto")
     if smaller is not None:
         plan = settle.settle(settle.plan_of(config, hardware, world, fitted=smaller, datasets=plan.datasets))
-    assert plan.config.micro_batch_size == plan.batching.micro_batch_size
     return plan, [choice for choice in plan.decisions if choice.key == "micro_batch_size"]
 
 
@@ -72,7 +71,7 @@ def test_large_models_images_and_vocabularies_are_forecast_and_ordinary_starts_a
 ) -> None:
     forecasts: list[int] = []
 
-    def needed(plan: Plan[Config], size: int) -> int:
+    def needed(plan: Plan, size: int) -> int:
         forecasts.append(size)
         return 0
 
@@ -180,7 +179,7 @@ def test_fsdp_shares_weights_gradients_and_optimizer_state() -> None:
 
 
 def test_a_model_that_cannot_be_forecast_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(plan: Plan[Config]) -> Ledger:
+    def fails(plan: Plan) -> Ledger:
         raise RunError("it decides by values")
 
     monkeypatch.setattr(fit, "ledger_of", fails)
@@ -193,13 +192,13 @@ LOGITS = 12 * 16 * 64 * 8192 / MIB
 """Of 16 samples: the logits, log-probabilities and gradients."""
 
 
-def start_on_a_gpu(monkeypatch: pytest.MonkeyPatch, free_mib: float, *overrides: str) -> Plan[Config]:
+def start_on_a_gpu(monkeypatch: pytest.MonkeyPatch, free_mib: float, *overrides: str) -> Plan:
     """Return the plan of a run, which a CPU in the place of a GPU begins to train."""
 
     class Begun(Exception):
         """Ends the run where it would build its model."""
 
-    def trainer(plan: Plan[Config], *_: object) -> None:
+    def trainer(plan: Plan, *_: object) -> None:
         raise Begun(plan)
 
     monkeypatch.setattr(settle, "available_bytes", lambda device: int(free_mib * MIB))
@@ -207,7 +206,7 @@ def start_on_a_gpu(monkeypatch: pytest.MonkeyPatch, free_mib: float, *overrides:
     monkeypatch.setattr(Run, "trainer_class", trainer)
     with pytest.raises(Begun) as begun:
         start.train(compose(*GPT2, "batch_size=16", "checkpoint=none", "device=cpu", *overrides))
-    plan: Plan[Config] = begun.value.args[0]
+    plan: Plan = begun.value.args[0]
     return plan
 
 
