@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from statistics import fmean
@@ -11,7 +11,7 @@ from statistics import fmean
 from mantissa.display import counted
 from mantissa.errors import UsageError
 from mantissa.verdict.judge import Quality, Row, judge
-from mantissa.verdict.runs import Look, Run, Runner, Runs, Store, run_all
+from mantissa.verdict.runs import Look, Run, Runs, Store, run_all
 from mantissa.verdict.statistics import EQUIVALENT, PAIRS
 
 
@@ -50,7 +50,7 @@ class Comparison:
         """Whether every arm is EQUIVALENT to the baseline."""
         return all(self.verdicts[label].verdict == EQUIVALENT for label in list(self.arms)[1:])
 
-    def run(self, seeds: Sequence[int], run: Runner, store: Store) -> None:
+    def run(self, seeds: Sequence[int], run: Callable[[str, int], Run], store: Store) -> None:
         """Run what is left to run of all arms with every seed, judge them, and keep the look.
 
         Raises:

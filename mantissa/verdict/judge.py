@@ -85,7 +85,7 @@ class Row:
 def judge(
     runs: Runs,
     margin: float,
-    store: Store | None = None,
+    store: Store,
     measures: Sequence[str] = (),
     higher_is_better: bool = False,
 ) -> dict[str, Row]:
@@ -94,11 +94,10 @@ def judge(
     Args:
         runs: all runs, failed ones too.
         margin: relative difference of the losses that is too small to matter.
-        store: looks of before, which make the tests stricter; this one is kept there. None: it is the first.
+        store: looks of before, which make the tests stricter; this one is kept there.
         measures: names of the numbers whose ratios are taken.
         higher_is_better: whether ``loss`` is something like an accuracy.
     """
-    store = store or Store()
     base, *_ = runs.values()
 
     # Quality: the verdict on the final losses, or on what is higher where it is better, negated.
@@ -185,7 +184,7 @@ def _at_look(arms: Mapping[str, Losses], margin: float, look: int) -> dict[str, 
 
 
 def _compared(losses: Losses, base: Losses) -> Quality:
-    """Return the losses and the differences, with a verdict only where too few runs finished for a test."""
+    """Return the losses and the differences, with a verdict only where there is no test."""
     # Pairs of losses, and how coarsely they are rounded.
     finite, others = _finite(losses), _finite(base)
     differences = [(loss - others[seed]) / abs(others[seed]) for seed, loss in finite.items() if others.get(seed)]

@@ -63,8 +63,6 @@ class Run:
         return math.inf if value is None else value
 
 
-Runner = Callable[[str, int], Run]
-"""Runs an arm, given by its label, with the seed of a pair."""
 Runs = Mapping[str, Mapping[int, Run]]
 """Runs by arm and seed; the first arm is the baseline."""
 Look = dict[str, Any]
@@ -140,7 +138,9 @@ def interleave(items: Sequence[Item], rounds: Iterable[Round]) -> Iterator[tuple
             yield item, this_round
 
 
-def run_all(arms: Sequence[str], seeds: Sequence[int], run: Runner, store: Store, metric: str = "loss") -> Runs:
+def run_all(
+    arms: Sequence[str], seeds: Sequence[int], run: Callable[[str, int], Run], store: Store, metric: str = "loss"
+) -> Runs:
     """Run what is left to run of all arms with every seed, in turns; print a line for each run, and keep it.
 
     A run that failed before is run again.
@@ -149,8 +149,7 @@ def run_all(arms: Sequence[str], seeds: Sequence[int], run: Runner, store: Store
         All runs, those of before, too.
     """
     # What has ended before, and what is to be run.
-    known = {(kept.arm, kept.seed): kept for kept in store.runs}
-    known = {pair: kept for pair, kept in known.items() if kept.ended}
+    known = {(kept.arm, kept.seed): kept for kept in store.runs if kept.ended}
     plan = list(interleave(arms, seeds))
     runs: list[Run] = []
     given_up: set[str] = set()

@@ -44,7 +44,7 @@ class Equivalence:
     verdict: str
     margin: float
     difference: Interval
-    """Interval that decided: where tests are of 5 %, 90 % where EQUIVALENT, else 95 %."""
+    """Interval that decided: where tests are of 4 %, 92 % where EQUIVALENT, else 96 %."""
     p_equivalent: float
     """Larger p of the two one-sided tests: small where the difference lies within the margin."""
     pairs_needed: int | None
@@ -103,26 +103,26 @@ def equivalence(
     arms: Sequence[Sequence[float]],
     margin: float,
     untested: int = 0,
-    look: int | None = None,
+    look: int = 1,
     roundings: Sequence[float] = (),
 ) -> list[Equivalence]:
     """Judge paired relative differences of a loss (lower is better) against a margin that was set beforehand.
 
-    EQUIVALENT by two one-sided tests (Schuirmann 1987), each of 5 %: the 90 % interval of the mean lies inside of
-    ±``margin``. WORSE or BETTER by a two-sided test of 5 % against the margin: the 95 % interval lies wholly above
-    or below it. INCONCLUSIVE otherwise. (The four cases as in Lakens, *Equivalence Tests*, 2017.)
+    EQUIVALENT by two one-sided tests (Schuirmann 1987), each of the look's level, 4 % at the first: the 92 % interval
+    of the mean lies inside of ±``margin``. WORSE or BETTER by a two-sided test of that level against the margin: the
+    96 % interval lies wholly above or below it. INCONCLUSIVE otherwise. (The four cases as in Lakens, *Equivalence
+    Tests*, 2017.)
 
-    The chance that any verdict is wrong, of all arms, is at most 5 %, of differences that are about normal. Holm (1979)
-    shows it for either kind; that it holds for both together is simulated: an arm can be wrong in one kind only, since
-    its true difference is within the margin or not, and arms of the other kind share the level. With 3 to 8 pairs it is
-    up to 4 times as much where differences are exponential, and up to 6 times where they are log-normal.
+    The chance that any verdict is wrong, of all arms and looks, is at most 5 %, of differences that are about normal.
+    Holm (1979) shows it for either kind; that it holds for both together is simulated: an arm can be wrong in one kind
+    only, since its true difference is within the margin or not, and arms of the other kind share the level. With 3 to 8
+    pairs it is up to 4 times as much where differences are exponential, and up to 6 times where they are log-normal.
 
     Args:
         arms: for each arm (other − baseline) / baseline, one per pair; all against the same baseline.
         margin: above 0; 0.003 is 0.3 %.
         untested: the number of further arms, of which too few runs finished.
         look: how often the arms have been judged, this time included, with fewer pairs before: see ``look_level``.
-            None: they are judged once, and never with more pairs.
         roundings: for each arm the standard deviation that rounding gives its differences; none: nothing is rounded.
             Pairs may be rounded to the same difference, so that it is the least that is taken for their spread.
 
@@ -134,7 +134,7 @@ def equivalence(
     pairs = zip(arms, roundings or [0.0] * len(arms), strict=True)
     tested = [_Tested(_checked(differences), margin, rounding) for differences, rounding in pairs]
     missing = [1.0] * untested
-    alpha, later = (ALPHA, ALPHA) if look is None else (look_level(look), look_level(look + 1))
+    alpha, later = look_level(look), look_level(look + 1)
     within = holm([arm.p_equivalent for arm in tested] + missing, alpha)
     beyond = holm([arm.p_beyond for arm in tested] + missing, alpha)
     levels = zip(tested, within, beyond, strict=False)

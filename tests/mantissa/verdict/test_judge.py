@@ -36,7 +36,7 @@ def verdicts(store: Store | None = None, margin: float = MARGIN, **arms: Losses)
     """Judge arms, the first of which is the baseline."""
     by_seed = {arm: losses if isinstance(losses, Mapping) else dict(enumerate(losses)) for arm, losses in arms.items()}
     runs = [run(arm, seed, loss) for arm, losses in by_seed.items() for seed, loss in losses.items()]
-    return {arm: row.quality for arm, row in judge(by_arm(arms, runs), margin, store).items()}
+    return {arm: row.quality for arm, row in judge(by_arm(arms, runs), margin, store or Store()).items()}
 
 
 @pytest.mark.parametrize(

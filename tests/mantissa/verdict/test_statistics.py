@@ -71,11 +71,11 @@ def test_the_p_values_are_scipys(mean: float, stats: Any) -> None:
     upper = stats.ttest_1samp(differences, MARGIN, alternative="less").pvalue
     found = judged(differences)
     assert found.p_equivalent == pytest.approx(max(lower, upper))
-    assert (found.verdict == EQUIVALENT) == (found.p_equivalent < 0.05)  # the tests decide
+    assert (found.verdict == EQUIVALENT) == (found.p_equivalent < 0.04)  # the tests decide
 
 
-@pytest.mark.parametrize(("tail", "verdict"), [(0.04, INCONCLUSIVE), (0.02, WORSE)])
-def test_worse_and_better_share_the_five_percent(tail: float, verdict: str) -> None:
+@pytest.mark.parametrize(("tail", "verdict"), [(0.03, INCONCLUSIVE), (0.015, WORSE)])
+def test_worse_and_better_share_the_four_percent(tail: float, verdict: str) -> None:
     """Beyond the margin in one of two directions: each direction has half of the error rate."""
     differences = np.array([-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0]) * SPREAD
     error = differences.std(ddof=1) / math.sqrt(7)
@@ -93,17 +93,17 @@ def test_arms_that_are_clearly_equal_or_worse_are_found_among_six() -> None:
 
 
 def test_the_interval_that_is_returned_is_the_one_that_decided() -> None:
-    """90 % within the margin where two arms are compared, 95 % beyond it; of several arms wider ones."""
+    """92 % within the margin where two arms are compared, 96 % beyond it; of several arms wider ones."""
     generator = np.random.default_rng(4)
     inside, outside, unclear = ([mean + 0.001 * z for z in generator.normal(size=6)] for mean in (0.0, 0.02, 0.0028))
     levels = [judged(arm).difference.level for arm in (inside, outside, unclear)]
-    assert levels == pytest.approx([0.90, 0.95, 0.95])
+    assert levels == pytest.approx([0.92, 0.96, 0.96])
     for found in equivalence([inside, outside, unclear], MARGIN):
         low, high = found.difference.low, found.difference.high
         assert (found.verdict == EQUIVALENT) == (low > -MARGIN and high < MARGIN)
         assert (found.verdict == WORSE) == (low > MARGIN)
-    assert equivalence([inside, outside, unclear], MARGIN)[0].difference.level == pytest.approx(1 - 2 * 0.05 / 3)
-    assert equivalence([inside], MARGIN, untested=2)[0].difference.level == pytest.approx(1 - 2 * 0.05 / 3)
+    assert equivalence([inside, outside, unclear], MARGIN)[0].difference.level == pytest.approx(1 - 2 * 0.04 / 3)
+    assert equivalence([inside], MARGIN, untested=2)[0].difference.level == pytest.approx(1 - 2 * 0.04 / 3)
 
 
 def test_holms_levels() -> None:
@@ -124,7 +124,7 @@ def test_the_number_of_pairs_that_is_named_decides_4_times_in_5() -> None:
     """Of pairs of which the ones that were seen have the true mean and spread."""
     seen, generator = np.array([-1.0, -0.4, 0.0, 0.4, 1.0]), np.random.default_rng(0)
     seen = 0.001 + SPREAD * seen / seen.std(ddof=1)
-    (first,) = equivalence([seen], MARGIN, look=1)
+    (first,) = equivalence([seen], MARGIN)
     assert (first.verdict, first.pairs_needed is None) == (INCONCLUSIVE, False)
     assert first.pairs_needed
     repetitions = [generator.normal(0.001, SPREAD, first.pairs_needed) for _ in range(200)]
