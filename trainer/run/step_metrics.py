@@ -36,7 +36,7 @@ class StepMetric(NamedTuple):
     value: Callable[[StepRecord, Trainer], Tensor | float]
     """Takes the results of a step and the trainer after it; returns a scalar on the device, or a number."""
     combine: Callable[[list[float]], float] | None
-    """Makes one number of an interval's: ``mean``, ``last`` or ``max``; None: it is added up over the whole run."""
+    """Makes one number of an interval's, such as ``mean`` or ``last``; None: it is added up over the whole run."""
     column: Column | None = None
     of_ranks: bool = False
     """Whether every rank has a part of it, and the parts are added."""
