@@ -14,7 +14,7 @@ import torch
 
 from mantissa.commands import report_folder, say_part, seconds_of
 from mantissa.display import columns, counted, quantity
-from mantissa.doctor.diagnosis import CHECKS
+from mantissa.doctor.checks import CHECKS
 from mantissa.doctor.examine import PRECISIONS, Report, examine
 from mantissa.errors import UsageError
 from mantissa.formats import format_name

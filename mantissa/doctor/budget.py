@@ -73,8 +73,7 @@ class Budget:
             make: the part.
             always: whether it is run whatever is left; it raises where memory runs out.
         """
-        if not always and self.left() <= 0:
-            self.left_out.append(f"{part} ({self._no_time})")
+        if not always and not self.goes_on(part):
             return None
         self._say(part)
         began = time.monotonic()
@@ -85,7 +84,7 @@ class Budget:
                 if always:
                     raise
                 self.left_out.append(f"{part} (out of memory)")
-            elif _is_the_models(error):
+            elif cannot_compute(error):
                 known = isinstance(error, FormatError | UsageError | LeftOutError)
                 self.left_out.append(f"{part} ({error if known else described(error)})")
             else:
@@ -116,8 +115,10 @@ class Budget:
         return f"no time left; set more than {self._step.remedies.time_budget.format(self.seconds)}"
 
 
-def _is_the_models(error: Exception) -> bool:
+def cannot_compute(error: Exception) -> bool:
     """Return whether a model cannot be computed so: torch or the model's own code raises it, not this library's."""
+    if is_out_of_memory(error):
+        return False
     if isinstance(error, FormatError | UsageError | LeftOutError):
         return True
     if isinstance(error, RuntimeError):

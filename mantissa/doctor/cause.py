@@ -290,9 +290,9 @@ def _input(origin: Origin) -> Finding | None:
         place, cure = name, f"finite values in {name}: with zeros in their place, the step is finite"
         other = step.with_microbatches(map_tensors(batch, _without_infinities) for batch in replay.step.microbatches)
         other = other.with_values(_without_infinities)
-    cure = cure if _is_finite(replay, other) else ""
     module = "" if in_batch else name.rpartition(".")[0]
-    return origin.finding(INPUT, [detail], known_cure=cure, module=module, tensor=place)
+    cures = (cure,) if _is_finite(replay, other) else ()
+    return origin.finding(INPUT, [detail], cure=cures, module=module, tensor=place)
 
 
 def _underflow(origin: Origin) -> Finding | None:
@@ -314,7 +314,7 @@ def _sample(origin: Origin) -> Finding | None:
         return None
     place = origin.outlier.place
     cure = f"leave out {place}: with usual samples in the place of such, the step is finite"
-    return origin.finding(INPUT, origin.numbers, known_cure=cure, module="", tensor=place)
+    return origin.finding(INPUT, origin.numbers, cure=(cure,), module="", tensor=place)
 
 
 def _cast_data(origin: Origin) -> Finding | None:
@@ -326,8 +326,8 @@ def _cast_data(origin: Origin) -> Finding | None:
         if tensor.numel() == math.prod(site.shape) and tensor.float().abs().max() > FP16.largest:
             small = [map_tensors(batch, _standardized) for batch in replay.step.microbatches]
             name = batch_key(name)
-            cure = f"standardize {name}" if _is_finite(replay, replay.step.with_microbatches(small)) else ""
-            return origin.finding(OVERFLOW, origin.numbers, known_cure=cure, tensor=name)
+            cure = (f"standardize {name}",) if _is_finite(replay, replay.step.with_microbatches(small)) else ()
+            return origin.finding(OVERFLOW, origin.numbers, cure=cure, tensor=name)
     return None
 
 
@@ -343,8 +343,8 @@ def _operator(origin: Origin) -> Finding:
         details.append(f"{samples(rows)} of the batch alone")
     if origin.others:
         details.append(f"{origin.others} operators are not finite independently of each other, this is the first")
-    cure = f"leave out {samples(rows)}: without, the step is finite" if rows else ""
-    return origin.finding(kind, details, known_cure=cure)
+    cure = (f"leave out {samples(rows)}: without, the step is finite",) if rows else ()
+    return origin.finding(kind, details, cure=cure)
 
 
 class Flushed(NamedTuple):

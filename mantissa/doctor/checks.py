@@ -24,7 +24,8 @@ SWEEP, ISLANDS = "formats", "islands"
 MANIFEST, RANGE, MODULES, COMPILED = "manifest", "range", "modules", "compiled step"
 """Names of the parts whose rows are read: they are in ``Diagnosis.examined``."""
 RUNS, FINITE, EXACT = "the run's format raises nothing", "the step is finite in it", "the step is finite in fp32"
-"""What the format sweep says of a step, before the checks."""
+COMPILES, HALF, HALF_WEIGHTS = "the run compiles", "it computes in 16 bits alone", "it keeps weights in 16 bits alone"
+"""What is known of a step before the checks: from the format sweep, then of the run and its format."""
 Sort = tuple[str, str]
 """A kind of faults and their direction."""
 STORED, LOST_UPDATES = (DTYPE, FORWARD), (LOST, UPDATE)
@@ -40,12 +41,7 @@ class Check:
     part: str = ""
     """Name of the part where a check has several; empty: that of the check."""
     needs: frozenset[str] = frozenset({FINITE})
-    only_compiled: bool = False
-    """Whether it is of runs that compile."""
-    only_half: bool = False
-    """Whether it is of formats that compute in 16 bits alone."""
-    only_half_weights: bool = False
-    """Whether it is of formats that keep weights in 16 bits alone."""
+    """What has to be known of the step."""
     after: frozenset[Sort] | None = None
     """The faults after which it is made; after others it says nothing new. None: after any."""
     always_measures: bool = False
@@ -57,15 +53,6 @@ class Check:
     finds_half: bool = False
     """Whether fp32 in some places may cure what it finds."""
 
-    def applies_to(self, step: Step) -> bool:
-        """Return whether it is of such a step."""
-        format = step.format
-        return not (
-            (self.only_compiled and not step.compiles)
-            or (self.only_half and format.half is None)
-            or (self.only_half_weights and not format.only_half)
-        )
-
     def is_after(self, findings: Iterable[Finding]) -> bool:
         """Return whether it says something new after these."""
         return self.after is None or all((finding.kind, finding.direction) in self.after for finding in findings)
@@ -74,7 +61,7 @@ class Check:
 NOTHING: frozenset[Sort] = frozenset()
 TABLE = (
     # Compiled code beside eager code: of use only where nothing else is wrong.
-    Check(SWEEP, compiled, COMPILED, after=NOTHING, only_compiled=True),
+    Check(SWEEP, compiled, COMPILED, needs=frozenset({FINITE, COMPILES}), after=NOTHING),
     # What operators run in, and whether gradients arrive.
     Check(MANIFEST, manifest, needs=frozenset({RUNS})),
     Check("gradients", gradients),
@@ -87,13 +74,13 @@ TABLE = (
         always_measures=True,
         finds_half=True,
     ),
-    Check("data", data, after=frozenset({STORED}), only_half=True),
+    Check("data", data, needs=frozenset({FINITE, HALF}), after=frozenset({STORED})),
     Check(MODULES, module_errors, after=frozenset({STORED}), unplaced=ERROR, finds_half=True),
     Check(MODULES, whole_gradients, "whole gradients", after=frozenset({STORED}), unplaced=ERROR, finds_half=True),
     # What training loses.
-    Check("updates", updates, only_half_weights=True),
+    Check("updates", updates, needs=frozenset({FINITE, HALF_WEIGHTS})),
     Check("state", state_updates),
     Check("divergence", divergence, after=frozenset({LOST_UPDATES}), of_cured=True, unplaced=DIVERGENCE),
 )
-CHECKS = (*dict.fromkeys(check.name for check in TABLE), ISLANDS)
+CHECKS = tuple(dict.fromkeys((SWEEP, *(check.name for check in TABLE), ISLANDS)))
 """Names of all that can be asked for."""

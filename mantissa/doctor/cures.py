@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mantissa.display import size
-from mantissa.doctor.budget import Budget
+from mantissa.doctor.budget import Budget, cannot_compute
 from mantissa.doctor.cause import find_exception, find_origin
 from mantissa.doctor.dtypes import NO_CAST, explicit_casts
 from mantissa.doctor.finding import DOMAIN, EXCEPTION, OVERFLOW, UNDERFLOW, Again, Cure, Finding
@@ -51,8 +51,10 @@ def trains(step: Step) -> bool:
             return False
         # Those that follow.
         return all(map(math.isfinite, replay.train(step.following(_TRAINED))))
-    except (FormatError, RuntimeError):  # a module that cannot compute in fp32 alone
-        return False
+    except Exception as error:  # of any kind: a module that cannot compute in fp32 alone
+        if cannot_compute(error):
+            return False
+        raise
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,10 @@ class Trial:
             return False
         try:
             keys = {finding.key for finding in self.again(step).findings}
-        except (FormatError, RuntimeError):  # a module that cannot compute in fp32 alone
-            return False
+        except Exception as error:  # of any kind: a module that cannot compute in fp32 alone
+            if cannot_compute(error):
+                return False
+            raise
         return keys <= self.others
 
     def first(self, cures: Iterable[Cure]) -> list[Cure]:
@@ -83,7 +87,7 @@ class Trial:
     def _holds(self, cure: Cure) -> bool:
         """Return whether a cure holds; one with which the model cannot be computed does not, and others are tried."""
         step = cure.step
-        return self.budget.goes_on(CURES) and bool(self.budget.run(CURES, lambda: self.is_gone(step) and trains(step)))
+        return bool(self.budget.run(CURES, lambda: self.is_gone(step) and trains(step)))
 
     def place(self, cures: Iterable[Cure]) -> tuple[list[Cure], dict[str, Any]]:
         """Return the first cure that holds, and where it says the finding is; else the first place without it."""
@@ -161,10 +165,10 @@ def search(step: Step, trial: Trial, scale: float | None, other: Format | None) 
         return held
     # Fp32 for the fewest modules, or for what a line casts.
     casts = (cure for cure in cast_cures(step) if cure.at["module"] == finding.module)
-    islands = run("search for islands", lambda: list(find_islands(step, trial)))
-    held = [*islands] if islands else trial.first(casts)
+    islands = run("search for islands", partial(find_islands, step, trial))
+    held = [islands] if islands else trial.first(casts)
     # Fp32 for an operator.
-    held += run(CURES, lambda: trial.first(operators_of(step, finding))) or []
+    held += trial.first(operators_of(step, finding))
     held = held or trial.first(operators_of_line(step, finding))
     # Another format with 16 bits.
     return held + trial.first([format_cure(step, other)] if other else [])
@@ -180,8 +184,6 @@ class Islands(Cure):
     modules: list[str]
     minimal: bool = True
     """Whether every module was tried to be left out."""
-    own: list[str]
-    """Modules that the run has in fp32 already."""
     cost: str = ""
     """Memory that they add to a step; empty: it was not measured."""
 
@@ -192,8 +194,8 @@ def islands_text(remedies: Remedies, modules: list[str], cost: str, minimal: boo
     return remedies.modules(modules) + (f"  ({about})" if about else "")
 
 
-def find_islands(step: Step, trial: Trial) -> Iterator[Islands]:
-    """Yield the islands that cure a finding, and with which the step trains on; none where there are none.
+def find_islands(step: Step, trial: Trial) -> Islands | None:
+    """Return the islands that cure a finding, and with which the step trains on; None: there are none.
 
     They grow by diagnosis: the module of the finding, then those of what is found next, such as the same fault in
     every layer; where a module in fp32 does not help, the one that contains it. Then each is tried to be left out.
@@ -216,18 +218,18 @@ def find_islands(step: Step, trial: Trial) -> Iterator[Islands]:
             modules = [*(name for name in modules if not f"{name}.".startswith(f"{module}.")), module]
         next_ones = [_outside_of(modules, module) for module in faults(modules)]
     if next_ones:
-        return
+        return None
 
     # Leave out.
     modules = _needed(modules, lambda rest: goes_on() and not faults(rest))
     other, minimal = step.in_fp32(modules), goes_on()
     if not trains(other):  # that it is cured is known, also where there is no more time
-        return
+        return None
     cost = ""
     if finding.kind != EXCEPTION:  # without them there is no step to compare with
         cost = trial.budget.run("cost of the islands", partial(_cost, step, other)) or ""
     text = islands_text(step.remedies, other.fp32_modules, cost, minimal)
-    yield Islands(text, other, modules=modules, minimal=minimal, own=step.fp32_modules, cost=cost)
+    return Islands(text, other, modules=modules, minimal=minimal, cost=cost)
 
 
 def _outside_of(modules: list[str], module: str) -> str:
@@ -270,7 +272,9 @@ def _broken_module(step: Step, modules: list[str], tried_on: list[list[Batch]], 
         try:
             with Trace(replay.model, note):
                 nonfinite = bool(replay.run_with_backoff().nonfinite)
-        except RuntimeError:
+        except Exception as error:
+            if not cannot_compute(error):
+                raise
             nonfinite, fault = True, find_exception(replay, step.format.name)
         else:
             fault = find_origin(replay, step.format.name) if nonfinite else None

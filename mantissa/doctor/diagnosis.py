@@ -13,7 +13,21 @@ from typing import Any
 import torch
 
 from mantissa.doctor.budget import Budget, Say
-from mantissa.doctor.checks import CHECKS, COMPILED, EXACT, FINITE, ISLANDS, RANGE, RUNS, SWEEP, TABLE, Check
+from mantissa.doctor.checks import (
+    CHECKS,
+    COMPILED,
+    COMPILES,
+    EXACT,
+    FINITE,
+    HALF,
+    HALF_WEIGHTS,
+    ISLANDS,
+    RANGE,
+    RUNS,
+    SWEEP,
+    TABLE,
+    Check,
+)
 from mantissa.doctor.cures import Islands, Trial, line_of_error, places, search
 from mantissa.doctor.finding import (
     CRASH,
@@ -95,8 +109,8 @@ class Fault:
     def finding(self) -> Finding:
         """The same with the cures that hold, and the place that they say, for the report."""
         at = dict(item for cure in self.held for item in cure.at.items()) or self.at
-        texts = filter(None, [self.reported.known_cure, *(cure.text for cure in self.held)])
-        return replace(self.reported, **at, cure=tuple(texts), known_cure="", candidates=())
+        cure = (*self.reported.cure, *(cure.text for cure in self.held))
+        return replace(self.reported, **at, cure=cure, candidates=())
 
 
 @dataclass
@@ -159,9 +173,13 @@ class Diagnosis:
 
     @property
     def facts(self) -> set[str]:
-        """What the format sweep says."""
+        """What is known of the step before the checks."""
         as_run, fp32 = self.sweep.as_run, self.sweep.of(plain(FP32))
+        format = self.step.format
         facts = {
+            COMPILES: self.step.compiles,
+            HALF: format.half is not None,
+            HALF_WEIGHTS: format.only_half,
             RUNS: as_run is None or as_run.status != RAISES,
             FINITE: self.finite,
             EXACT: fp32.status == OK if fp32 is not None else self.finite,
@@ -176,7 +194,7 @@ class Diagnosis:
 
 def diagnose(
     taken: TakenStep,
-    checks: Sequence[str] | None = None,
+    checks: Sequence[str] = CHECKS,
     time_budget_s: float = 60,
     say: Say = lambda name: None,
 ) -> Diagnosis:
@@ -184,11 +202,10 @@ def diagnose(
 
     Args:
         taken: the step.
-        checks: of ``CHECKS``; None: all of them.
+        checks: of ``CHECKS``.
         time_budget_s: seconds; fp32 and the run's own format are always tried.
         say: hears what is examined next.
     """
-    checks = CHECKS if checks is None else checks
     budget = Budget(time_budget_s, taken.step, say, taken.seconds, taken.memory_bytes)
     result = Diagnosis(taken, budget, taken.step, notes=list(taken.notes))
     result.not_asked = [name for name in CHECKS if name not in checks]
@@ -213,7 +230,7 @@ def diagnose(
 def _sweep(result: Diagnosis) -> None:
     """Try every format, and go on with the step at the loss scale that its scaler finds."""
     taken = result.taken
-    loss = taken.loss if taken.finite and not taken.step.compiles else None
+    loss = taken.loss if taken.finite and not taken.failed and not taken.step.compiles else None
     result.sweep = sweep = format_sweep(taken.step, result.budget, loss, taken.failed)
     result.notes += sweep.notes
     if sweep.as_run is not None and sweep.as_run.status == OK:
@@ -222,13 +239,13 @@ def _sweep(result: Diagnosis) -> None:
     # Nothing is left of its faults where a step is finite, and a `Trial` asks that of any cure.
     for finding in sweep.findings:
         trial = Trial(finding, frozenset(), lambda other: Examined(), result.budget)
-        result.faults.append(_tried(result, Fault(trial, sweep.half)))
+        result.faults.append(_tried(Fault(trial, sweep.half)))
 
 
 def _is_wanted(result: Diagnosis, check: Check) -> bool:
     """Return whether a check has something to say of a step, after the faults that are known."""
     new = check.always_measures or check.is_after(result.known)
-    return new and check.needs <= result.facts and check.applies_to(result.step)
+    return new and check.needs <= result.facts
 
 
 def _make(result: Diagnosis, check: Check) -> None:
@@ -252,7 +269,7 @@ def _make(result: Diagnosis, check: Check) -> None:
             trial = Trial(finding, keys - {finding.key}, again, budget)
             fault = Fault(trial, check.finds_half)
             unplaced = finding.kind == check.unplaced and not finding.module and not finding.tensor
-            placed = budget.run("place", partial(_placed, step, fault)) if unplaced else _tried(result, fault)
+            placed = budget.run("place", partial(_placed, step, fault)) if unplaced else _tried(fault)
             result.faults.append(placed or fault)
 
 
@@ -262,7 +279,7 @@ def _step_for(result: Diagnosis, check: Check) -> Step:
     return cured[0] if check.of_cured and cured else result.step
 
 
-def _tried(result: Diagnosis, fault: Fault) -> Fault:
+def _tried(fault: Fault) -> Fault:
     """Return a fault with the first of the cures that its check knows, if one holds."""
     return replace(fault, held=tuple(fault.trial.first(fault.reported.candidates)))
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.doctor.budget import Say
-from mantissa.doctor.diagnosis import CHECKS, Diagnosis, TakenStep, diagnose
+from mantissa.doctor.checks import CHECKS
+from mantissa.doctor.diagnosis import Diagnosis, TakenStep, diagnose
 from mantissa.doctor.finding import Finding
 from mantissa.doctor.report import lines, opening, write_report
 from mantissa.doctor.training import MOST_STEPS
@@ -105,7 +106,7 @@ def examine(
         number: of the step, for the report.
         generators: from ``mantissa.tensors.random_state``, as they were before the step. None: as they are now.
         failed: whether the step was not finite when it was taken.
-        checks: some of ``mantissa.doctor.diagnosis.CHECKS``.
+        checks: some of ``mantissa.doctor.checks.CHECKS``.
         time_budget_s: seconds for the checks; what does not fit is named in the report.
         say: hears the name of every part before it begins.
 
@@ -151,26 +152,25 @@ def examine(
     try:
         with torch.enable_grad():
             say("step")
-            taken = take(step, failed)
+            taken = take(step)
 
             # Where the code enters autocast itself, that says the precision.
             if taken.own_autocast and step.format.half_weights is None:
                 name = computing_in(taken.own_autocast, torch.float32)
-                taken = take(step.inside_autocast(FORMATS[name]), failed)
+                taken = take(step.inside_autocast(FORMATS[name]))
                 entered = "the loss or the model enters autocast itself"
                 note = f"{entered}: precision={name!r} is examined, with no autocast around it"
                 taken = replace(taken, notes=[*taken.notes, note])
-            return Report(diagnose(taken, tuple(checks), time_budget_s, say=say))
+            return Report(diagnose(replace(taken, failed=failed), tuple(checks), time_budget_s, say=say))
     finally:
         set_random_state(before, step.device)
 
 
-def take(step: Step, failed: bool = False, began: str = "its beginning") -> TakenStep:
+def take(step: Step, began: str = "its beginning") -> TakenStep:
     """Take a step as its loop does, eagerly, and say how it ended.
 
     Args:
         step: of any loop.
-        failed: whether it was not finite when it was taken.
         began: where its replay started.
 
     Raises:
@@ -182,14 +182,15 @@ def take(step: Step, failed: bool = False, began: str = "its beginning") -> Take
     for mode in (ledger, nullcontext()):  # in no mode, where an operator does not run in one
         try:
             with mode:
-                result = result or replay.run_with_backoff()
+                result = replay.run_with_backoff()
+            break
         except UsageError:
             raise
         except Exception:  # the format sweep says what it is
-            continue
+            pass
     peak = ledger.report().peak_bytes
     if result is None:
-        return TakenStep(step, began, memory_bytes=peak, own_autocast=replay.own_autocast, failed=failed)
+        return TakenStep(step, began, memory_bytes=peak, own_autocast=replay.own_autocast)
 
     # What one step shows of the loss: whether it changes a batch, and takes one of fewer samples.
     step = replace(step, changes_batches=replay.changed)
@@ -229,7 +230,6 @@ def take(step: Step, failed: bool = False, began: str = "its beginning") -> Take
         seconds=seconds,
         memory_bytes=peak,
         own_autocast=replay.own_autocast,
-        failed=failed,
     )
 
 

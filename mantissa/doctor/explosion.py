@@ -123,7 +123,7 @@ def _factors(step: Step, batches: list[list[Batch]], explodes: bool) -> Iterator
 
 
 def _finding(kind: str, detail: str, cure: str, module: str = "", tensor: str = "", line: str = "") -> Finding:
-    return Finding(kind, UPDATE, module, FP32.name, detail=detail, known_cure=cure, tensor=tensor, line=line)
+    return Finding(kind, UPDATE, module, FP32.name, detail=detail, cure=(cure,), tensor=tensor, line=line)
 
 
 def losses_of(replay: Replay, batches: list[list[Batch]]) -> Tensor:

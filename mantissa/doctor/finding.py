@@ -74,13 +74,11 @@ class Finding:
     path: tuple[str, ...] = ()
     """Modules and operators from the fault to the output that it spoils."""
     cure: tuple[str, ...] = ()
-    """What to change, the cheapest first; all of it was tried. A check leaves it empty, a diagnosis fills it."""
+    """What to change, the cheapest first; all of it was tried: by the check, to know the cause, and by a diagnosis."""
     tensor: str = ""
     """The weight, the buffer, or the batch's tensor and sample that is at fault; empty: none is."""
     line: str = ""
     """Line of the forward code: file, number and text; empty: it is not known."""
-    known_cure: str = ""
-    """What the check has changed to know the cause, such as data left out: the first ``cure``; empty: nothing."""
     candidates: tuple[Cure, ...] = field(default=(), repr=False, compare=False)
     """What may cure it, the cheapest first. The first that holds becomes a ``cure`` of the diagnosis's finding."""
 

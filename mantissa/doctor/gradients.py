@@ -182,5 +182,5 @@ def _changed_by_scale(reference: Replay, once: dict[str, Tensor], step: Step) ->
     for of in dicts:
         of.clear()
     cure = "clip after scaler.unscale_(optimizer): without the hooks gradients are proportional"
-    cure = "" if _disproportionate(reference, wrong) else cure
-    yield Finding(SCALE, BACKWARD, "", step.format.name, detail=detail, known_cure=cure, line=line)
+    cures = () if _disproportionate(reference, wrong) else (cure,)
+    yield Finding(SCALE, BACKWARD, "", step.format.name, detail=detail, cure=cures, line=line)

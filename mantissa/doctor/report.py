@@ -89,7 +89,7 @@ def _facts(diagnosis: Diagnosis) -> dict[str, Any]:
         "findings": [_row(finding) for finding in diagnosis.findings],
         "islands": None
         if islands is None
-        else {name: getattr(islands, name) for name in ("modules", "minimal", "own", "cost")}
+        else {name: getattr(islands, name) for name in ("modules", "minimal", "cost")}
         | {"override": taken.step.remedies.modules(islands.step.fp32_modules)},
         "notes": diagnosis.notes,
         "left_out": budget.left_out,
@@ -114,7 +114,7 @@ def _tables(diagnosis: Diagnosis) -> dict[str, list[dict[str, Any]]]:
 
 def _row(finding: Finding) -> dict[str, Any]:
     """Return a finding as JSON holds it."""
-    names = [of.name for of in fields(finding) if of.name not in ("known_cure", "candidates")]  # which are its cures
+    names = [of.name for of in fields(finding) if of.name != "candidates"]
     return {name: getattr(finding, name) for name in names}
 
 

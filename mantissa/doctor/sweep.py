@@ -12,8 +12,7 @@ from mantissa.display import dtype_name
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.cause import find_exception, find_origin
 from mantissa.doctor.dtypes import stored_in_half
-from mantissa.doctor.finding import DOMAIN, EXCEPTION, INPUT, NOT_FINITE, Cure, Finding
-from mantissa.doctor.fp16_range import fp16_range
+from mantissa.doctor.finding import DOMAIN, EXCEPTION, INPUT, NOT_FINITE, Finding
 from mantissa.errors import FormatError, described, is_out_of_memory
 from mantissa.formats import BF16, FP32, TF32, Format, plain
 from mantissa.step.step import Replay, Step
@@ -93,7 +92,7 @@ class Sweep:
 
     @property
     def as_run(self) -> FormatTrial | None:
-        """What the run does; None: there was no sweep."""
+        """What the run does, which a plain format does on fp32 weights; None: there was no sweep."""
         return self.trials[-1] if self.trials else None
 
     def of(self, format: Format) -> FormatTrial | None:
@@ -225,13 +224,7 @@ def _at_first_scale(step: Step, as_run: FormatTrial, budget: Budget) -> tuple[Fi
     """Return the fault at the loss scale at which a run ended, where a lower one is finite."""
     cause = partial(find_origin, as_run.replay(step, as_run.scales[0]), as_run.name)
     finding = budget.run("cause", cause, always=True)
-    if finding is None:
-        return ()
-    fits = budget.run("range", lambda: fp16_range(step, budget).holds(as_run.scale))
-    if fits is False:  # a scale that loses gradients is no cure
-        return (finding,)
-    text = f"{step.remedies.scale(as_run.scale)}, at which this step is finite"
-    return (replace(finding, candidates=(Cure(text, step.at_scale(as_run.scale)),)),)
+    return (finding,) if finding is not None else ()
 
 
 _NO_HALF = "torch's GradScaler takes no gradients in float16"

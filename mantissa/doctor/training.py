@@ -203,7 +203,7 @@ def _broken_later(step: Step, batches: list[list[Batch]], count: int, format: Fo
     detail = f"{finding.detail}; in step {later.number}, after {count} finite ones"
     before = (step.stored | step.buffers).get(finding.tensor)
     if finding.kind == INPUT and before is not None and finite(before):  # a step made it so, and will again
-        return replace(finding, detail=detail, direction=UPDATE, line="", known_cure="", candidates=())
+        return replace(finding, detail=detail, direction=UPDATE, line="", cure=(), candidates=())
     return replace(finding, detail=detail)
 
 

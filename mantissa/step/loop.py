@@ -120,7 +120,6 @@ class LoopStep(Step):
             least_scale=least_scale,
             eps=max((group.get("eps") or 0.0 for group in groups), default=0.0),
             optimized=frozenset(name for name, weight in parameters.items() if id(weight) in changed),
-            trains=optimizer is not None,
             different=len(steps) if optimizer is None else None,  # the weights stay
             compiles=original is not model or getattr(model, "_compiled_call_impl", None) is not None,
             changes_batches=True,  # until it is known

@@ -169,8 +169,6 @@ class Step(Protocol):
     """Number that the optimizer adds where it divides by the size of gradients; 0: it does not, or it is not known."""
     optimized: frozenset[str] = frozenset()
     """Names of the parameters that an optimizer is known to have."""
-    trains: bool = True
-    """Whether an optimizer changes the weights."""
     different: int | None = None
     """Number of the following steps that differ; None: all of them."""
     compiles: bool = False

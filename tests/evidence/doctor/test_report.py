@@ -92,8 +92,8 @@ def test_the_files(found: Diagnosis, tmp_path: Path) -> None:
 def test_the_page_says_what_the_terminal_says(found: Diagnosis) -> None:
     name = "a<script>&\"'"
     text = islands_text(found.step.remedies, ["*.ln", "1.wo", "0.10"], "+1.2 MiB", minimal=True)
-    finding = replace(found.findings[0], known_cure=text)
-    other = Finding("underflow", "backward", name, "fp16", path=(name,), known_cure=name)
+    finding = replace(found.findings[0], cure=(text,))
+    other = Finding("underflow", "backward", name, "fp16", path=(name,), cure=(name,))
     fault = replace(found.faults[0], held=())
     found.faults = [replace(fault, trial=replace(fault.trial, finding=told)) for told in (finding, other)]
     found.notes, found.budget.left_out = [name], [name]
