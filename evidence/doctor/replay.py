@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -34,7 +34,7 @@ def of_overrides(overrides: Sequence[str], step: int) -> tuple[TakenStep, Config
     wanted = max(1, step)
     if wanted > trainer.plan.steps:
         raise UserError(f"step={wanted}: the run ends at step {trainer.plan.steps}; set steps={wanted}, or step=1")
-    return _take(config, trainer, wanted, None), config
+    return _take(config, trainer, wanted), config
 
 
 def of_run(resume: str, overrides: Sequence[str], step: int) -> tuple[TakenStep, Config]:
@@ -61,20 +61,18 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> tuple[TakenStep,
     wanted = step or failed or last + 1
     if wanted > trainer.plan.steps + 1:
         raise UserError(f"step={wanted}: {folder.path} ends earlier; set step={trainer.plan.steps}")
-    taken = _take(config, trainer, wanted, folder)
-    broke = taken.step.number == failed or taken.step.number < wanted
-    scale = failure.get("loss_scale") if broke else None
-    taken = replace(
-        taken,
-        step=taken.step.at_scale(float(scale)) if scale else taken.step,
-        notes=taken.notes + _differences(summary),
-        finished=not step and not failed and summary.get("status") == "FINISHED",
-        failed=broke,
-    )
-    return taken, config
+    taken = _take(config, trainer, wanted, folder, failure)
+    finished = not step and not failed and summary.get("status") == "FINISHED"
+    return replace(taken, notes=taken.notes + _differences(summary), finished=finished), config
 
 
-def _take(config: Config, trainer: Trainer, wanted: int, folder: RunFolder | None) -> TakenStep:
+def _take(
+    config: Config,
+    trainer: Trainer,
+    wanted: int,
+    folder: RunFolder | None = None,
+    failure: Mapping[str, Any] = {},
+) -> TakenStep:
     """Take a step; where the loss of an earlier one is not finite take that one, whose weights it did not harm yet.
 
     Args:
@@ -82,6 +80,7 @@ def _take(config: Config, trainer: Trainer, wanted: int, folder: RunFolder | Non
         trainer: at the first step.
         wanted: the number of the step.
         folder: of the run, with its checkpoints; None: there is no run yet.
+        failure: how the run ended, if it failed.
     """
     began, reached = _go_to(trainer, wanted, folder)
     notes = []
@@ -91,8 +90,14 @@ def _take(config: Config, trainer: Trainer, wanted: int, folder: RunFolder | Non
         ]
         trainer = Trainer.from_config(config)
         began, _ = _go_to(trainer, reached, folder)
-    taken = take(step_of(trainer), began=began)
-    return replace(taken, notes=notes + taken.notes, folder=folder.path if folder is not None else None)
+    step = step_of(trainer)
+    # What failed is taken at the loss scale of then, its scaler would go on to a lower one.
+    failed = folder is not None and (step.number == failure.get("step") or reached < wanted)
+    scale = failure.get("loss_scale") if failed else None
+    step = step.at_scale(float(scale)) if scale else step
+    taken = take(step, began, backs_off=not failed)
+    place = folder.path if folder is not None else None
+    return replace(taken, notes=notes + taken.notes, folder=place, failed=failed)
 
 
 def _go_to(trainer: Trainer, step: int, folder: RunFolder | None) -> tuple[str, int]:

@@ -230,7 +230,7 @@ def diagnose(
 def _sweep(result: Diagnosis) -> None:
     """Try every format, and go on with the step at the loss scale that its scaler finds."""
     taken = result.taken
-    loss = taken.loss if taken.finite and not taken.failed and not taken.step.compiles else None
+    loss = taken.loss if taken.finite and not taken.step.compiles else None
     result.sweep = sweep = format_sweep(taken.step, result.budget, loss, taken.failed)
     result.notes += sweep.notes
     if sweep.as_run is not None and sweep.as_run.status == OK:

@@ -166,12 +166,13 @@ def examine(
         set_random_state(before, step.device)
 
 
-def take(step: Step, began: str = "its beginning") -> TakenStep:
+def take(step: Step, began: str = "its beginning", backs_off: bool = True) -> TakenStep:
     """Take a step as its loop does, eagerly, and say how it ended.
 
     Args:
         step: of any loop.
         began: where its replay started.
+        backs_off: whether it is taken at the loss scale that its scaler would find; False: at that of the step.
 
     Raises:
         UsageError: the step cannot be replayed, or trains nothing.
@@ -182,7 +183,7 @@ def take(step: Step, began: str = "its beginning") -> TakenStep:
     for mode in (ledger, nullcontext()):  # in no mode, where an operator does not run in one
         try:
             with mode:
-                result = replay.run_with_backoff()
+                result = replay.run_with_backoff() if backs_off else replay.run()
             break
         except UsageError:
             raise

@@ -92,6 +92,16 @@ def test_a_failed_step_is_reproduced_and_its_cause_found(failing: Path, said: Sa
     assert {file: file.read_bytes() for file in before} == before  # nothing of the run is changed
 
 
+def test_a_scaler_that_skips_too_often_fails_at_its_scale(tmp_path: Path, said: Said) -> None:
+    """At a lower one, to which it would go on, the step is finite."""
+    scaler = ("precision=fp16", "scaler=dynamic", "scaler.init=1073741824", "scaler.max_consecutive_skips=1")
+    code, lines = said(failed(tmp_path, *scaler, "checkpoint=none"), "check=formats,range,islands")
+    assert lines[0].startswith("step 2 reproduced")
+    assert (code, "fp16+scaler 536870912 ok at " in lines[1]) == (7, True), lines
+    assert any(line.startswith("FOUND overflow, backward") for line in lines), lines
+    assert any(line.startswith("  cure: scaler=dynamic scaler.init=") for line in lines), lines
+
+
 def test_without_a_checkpoint_it_is_replayed_from_the_beginning(failing: Path, said: Said) -> None:
     shutil.rmtree(failing / "failure")
     code, lines = said(f"resume={failing}", "check=formats")

@@ -96,9 +96,7 @@ def test_no_scale_is_a_cure_that_loses_gradients(name: str, fixed: bool) -> None
     model = build()
     optimizer = torch.optim.AdamW(model.parameters())
     step = LoopStep.copied(model, scaled(factor), regression(), FORMATS["fp16"], optimizer, scale, fixed)
-    taken = take(step)
-    # As a run is examined that failed there.
-    taken = replace(taken, step=taken.step.at_scale(scale), failed=not fixed)
+    taken = replace(take(step, backs_off=fixed), failed=not fixed)  # as a run is examined that failed there
     diagnosis = diagnose(taken, ("formats", "range", "modules", "islands"), 600)
     text = str(Report(diagnosis))
     found = diagnosis.range
