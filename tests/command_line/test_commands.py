@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mantissa.display import size
+from mantissa.formats import FORMATS
 from tests.command_line.conftest import Train, only_run
 from tests.helpers import SHIPPED
 
@@ -53,7 +54,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "experiment/shakespeare_fast": (*TEXT, "data.path=texts/0.txt"),
     "optimizer/rmsprop": ("optimizer.weight_decay=0.01",),
     "precision/fp16": ("scaler.init=1024",),
-    **dict.fromkeys(("precision/fp8", "precision/mxfp8", "precision/nvfp4"), GPT2),
+    **{f"precision/{name}": GPT2 for name, row in FORMATS.items() if row.number.scaled},
     "profiler/torch": ("profiler.wait=0", "profiler.warmup=1", "profiler.active=1"),
     "scaler/dynamic": ("precision=fp16",),
     "scaler/static": ("precision=fp16",),

@@ -16,6 +16,7 @@ from evidence.doctor.command import main
 from evidence.doctor.replay import _go_to
 from evidence.doctor.step import Overrides
 from mantissa.doctor import budget
+from mantissa.doctor.checks import COMPILES, HALF_WEIGHTS, TABLE
 from mantissa.step.step import Remedies
 from recipes.bignet import BigNet
 from tests.helpers import compose
@@ -161,9 +162,8 @@ def test_what_there_is_no_time_for_is_named(finished: Path, monkeypatch: pytest.
     assert "INCOMPLETE at the last step, 2: no fault in what was examined" in lines
     assert lines[1] == "fp64 left out · fp32 ok · bf16 ok"
     left_out = [line.removeprefix("left out: ") for line in lines if line.startswith("left out: ")]
-    assert [each.partition(" (")[0] for each in left_out] == [
-        *("fp64", "manifest", "gradients", "range", "data", "modules", "whole gradients", "state", "divergence")
-    ]
+    of_bf16 = [check.part or check.name for check in TABLE if not check.needs & {COMPILES, HALF_WEIGHTS}]
+    assert [each.partition(" (")[0] for each in left_out] == ["fp64", *of_bf16]
     assert left_out[0] == "fp64 (no time left; set more than time_budget=1s)"
 
 
