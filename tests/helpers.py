@@ -30,6 +30,10 @@ CONF = PROJECT / "conf"
 SHIPPED = sorted(CONF.rglob("*.yaml"))
 """The project's YAMLs, without those that scripts/advise.py wrote here for a user's own data and machine."""
 CPU = Hardware(torch.device("cpu"), "a CPU", 2**34, 2)
+GPU = Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))
+GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64", "batch_size=4")
+BIGNET = ("recipe=bignet", "recipe.layers=2", "recipe.width=8", "data.samples=64", "batch_size=4")
+"""Jobs whose models train in no time; more options may follow, and change these."""
 
 
 def compose(*overrides: str) -> Config:

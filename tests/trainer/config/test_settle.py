@@ -11,7 +11,7 @@ import torch
 from recipes.data.images.arrays import Digits
 from recipes.data.images.augment import ImageAugment, Light
 from recipes.language import torch_can_chunk
-from tests.helpers import CPU
+from tests.helpers import CPU, GPT2, GPU
 from trainer.config import settle as module
 from trainer.config.compose import compose as composed
 from trainer.config.init_from import InitFrom
@@ -23,9 +23,7 @@ from trainer.hardware import Hardware
 from trainer.parallel.world import World
 from trainer.recipe import Decision
 
-GPU = Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))
 BIGNET = ("recipe=bignet", "recipe.width=16", "recipe.layers=2", "data.samples=96")
-GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64")
 RESNET = ("recipe=resnet", "data=digits")
 LORA = (*GPT2, "recipe.lora.rank=2")
 LOGITS = 12 * 4 * 16 * 64

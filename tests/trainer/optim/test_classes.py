@@ -15,13 +15,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import fit, same_bits, trainer_of
+from tests.helpers import GPT2, fit, same_bits, trainer_of
 from trainer.errors import UserError
 from trainer.optim import muon as muon_module
 from trainer.optim.muon import Muon
 from trainer.optim.optimizer import Optimizer
 
-GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64", "batch_size=4")
 Groups = tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]
 """Hidden matrices, other decayed parameters, the rest."""
 

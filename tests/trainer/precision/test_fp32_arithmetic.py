@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers import CPU, fit, same_bits, trainer_of
+from tests.helpers import BIGNET, CPU, fit, same_bits, trainer_of
 from trainer.hardware import Hardware
 from trainer.precision import kernels
 from trainer.precision.kernels import (
@@ -262,8 +262,6 @@ def test_onednns_unwritten_gradients_are_computed_in_fp32_whatever_is_chosen(
     monkeypatch.setattr(kernels, "computed_by_onednn", lambda dtype: True)
     both_native = replace(AMX, cpu_flags=frozenset({"avx512_bf16", "amx_fp16"}))
     assert choose(dtype, "native", both_native) == UNSEEN
-    assert choose(dtype, "auto", both_native) == (MENDED if dtype is BF16 else UNSEEN)
-    assert choose(dtype, "native", both_native, convolves=False) == OWN
 
     def gradient(size: int) -> Tensor:
         weight = randn(4, 4, 3, 3, dtype=dtype).requires_grad_()
@@ -346,8 +344,7 @@ def test_other_attention_keeps_torchs_gradients(tokens: int, options: dict[str, 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16_pure"])
 def test_a_trainer_multiplies_as_it_is_asked_to(mode: str, widened: list[str]) -> None:
-    line = ("recipe=bignet", "recipe.width=32", "recipe.layers=3", "data.samples=64", f"precision={mode}")
-    fit(trainer_of(*line, "batch_size=4", "steps=1", "precision.kernels=native"))
+    fit(trainer_of(*BIGNET, f"precision={mode}", "steps=1", "precision.kernels=native"))
     assert widened == []
-    fit(trainer_of(*line, "batch_size=4", "steps=1", "precision.kernels=fp32"))
+    fit(trainer_of(*BIGNET, f"precision={mode}", "steps=1", "precision.kernels=fp32"))
     assert widened

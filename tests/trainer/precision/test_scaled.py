@@ -10,29 +10,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from mantissa.formats import FORMATS, FP8, MXFP8, NVFP4, Number
-from tests.helpers import compose, fit, trainer_of
+from tests.helpers import CPU, GPT2, GPU, compose, fit, trainer_of
 from trainer.errors import UserError
-from trainer.hardware import EMULATED, NATIVE, Hardware
+from trainer.hardware import EMULATED
 from trainer.precision import modes, scaled
 from trainer.precision.kernels import not_timed_here
 from trainer.precision.modes import SCALINGS, Precision
 from trainer.run.forecast import forecast
 from trainer.run.record import observed
 
-CPU = Hardware(torch.device("cpu"), "plain CPU", 2**34, 2)
 SCALED = [name for name, row in FORMATS.items() if row.number.scaled]
-GPT2 = (
-    *("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
-    *("steps=4", "batch_size=4", "micro_batch_size=2"),
-)
-LLAMA = (
-    *("recipe=llama", "recipe.layers=1", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
-    *("steps=3", "batch_size=4", "micro_batch_size=2"),
-)
-
-
-def gpu(*capability: int) -> Hardware:
-    return Hardware(torch.device("cuda", 0), "GPU", 2**36, 8, capability)
+LLAMA = ("recipe=llama", *GPT2[1:], "recipe.layers=1", "steps=3", "micro_batch_size=2")
 
 
 def convert(model: nn.Module, number: Number = MXFP8, islands: list[str] | None = None) -> nn.Module:
@@ -40,16 +28,9 @@ def convert(model: nn.Module, number: Number = MXFP8, islands: list[str] | None 
     return model
 
 
-def test_hardware_multiplies_a_format_or_it_is_emulated() -> None:
-    expected = {
-        "fp8": [EMULATED, EMULATED, NATIVE, NATIVE],
-        "mxfp8": [EMULATED, EMULATED, EMULATED, NATIVE],
-        "nvfp4": [EMULATED] * 4,
-    }
-    for name, support in expected.items():
-        assert [each.support(name) for each in (CPU, gpu(8, 0), gpu(8, 9), gpu(10, 0))] == support
-    assert not_timed_here("fp8", gpu(9, 0)) is None
-    assert not_timed_here("mxfp8", gpu(9, 0)) == "emulated: quality only, no speed"
+def test_what_is_emulated_is_not_timed() -> None:
+    assert not_timed_here("fp8", GPU) is None
+    assert not_timed_here("mxfp8", GPU) == "emulated: quality only, no speed"
 
 
 def test_a_missing_torchao_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +162,7 @@ def test_sides_that_do_not_divide_are_refused_with_the_pattern_that_keeps_them(
 def test_gpt2_trains_about_as_in_bf16_and_says_what_is_scaled(mode: str) -> None:
     losses = []
     for precision in ("bf16", mode):
-        trainer = trainer_of(*GPT2, f"precision={precision}")
+        trainer = trainer_of(*GPT2, f"precision={precision}", "steps=4", "micro_batch_size=2")
         losses.append(torch.stack([record.loss for record in fit(trainer)]))
     names = scaled.converted(trainer.model)
     assert len(names) == 16

@@ -15,16 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from recipes.language import torch_can_chunk
-from tests.helpers import trainer_of
+from tests.helpers import GPT2, trainer_of
 from trainer.profiling import utilisation
 from trainer.profiling.flops import ModelFlops
 from trainer.profiling.utilisation import Utilisation, data_sheet
 from trainer.run.record import observed
 
-GPT2 = (
-    *("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "recipe.attention=sdpa", "data=synthetic"),
-    *("data.vocab_size=64", "batch_size=8", "steps=2"),
-)
 LAYERS, WIDTH, CONTEXT, VOCABULARY = 4, 128, 16, 64
 PRODUCTS = 12 * LAYERS * WIDTH**2 + VOCABULARY * WIDTH
 """Weights of GPT-2's products: attention's four, the two of the MLP, the output layer."""
