@@ -195,5 +195,3 @@ def test_what_has_no_blocks_is_refused() -> None:
     ActivationCheckpointing("none").apply([])
     with pytest.raises(UserError, match="use activation_checkpointing=none"):
         ActivationCheckpointing("selective").apply([])
-    with pytest.raises(UserError, match="did you mean 'blocks'"):
-        ActivationCheckpointing("block")
