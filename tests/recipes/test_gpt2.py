@@ -13,20 +13,14 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
-from recipes.gpt2 import GPT2, SHAPES, Shape
+from recipes.gpt2 import GPT2
 from recipes.language import LossHead, TokenWindows, torch_can_chunk
+from tests import helpers
 from tests.helpers import trainer_of
 from trainer.data.contract import SampleId
 from trainer.hardware import threads
 
-TINY = ["recipe=gpt2", "recipe.size=tiny", "recipe.context=16", "data=synthetic", "data.vocab_size=90", "batch_size=4"]
-
 needs_chunking = pytest.mark.skipif(not torch_can_chunk(), reason="this torch has no chunked linear_cross_entropy")
-
-
-@pytest.fixture(autouse=True)
-def tiny_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SHAPES, "tiny", Shape(2, 2, 32, 16))
 
 
 def head(chunked: bool, tokens: int = 300, width: int = 32, vocabulary: int = 192) -> tuple[LossHead, Any, Any]:
@@ -125,10 +119,10 @@ def test_the_generated_sample_takes_two_seconds_at_most_and_is_repeatable(
     a_token_s: float, tokens: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It has known tokens only and, however a model was published, goes on after an end of text, on one core."""
-    trainer, used, texts = trainer_of(*TINY, "recipe.context=32"), set[int](), []
+    trainer, used, texts = trainer_of(*helpers.GPT2, "recipe.context=32"), set[int](), []
     network = trainer.model.eval().gpt2
     capfd.readouterr()
-    for given in ({}, {"max_length": 20, "temperature": 0.01, "top_p": 0.01, "eos_token_id": [*range(90)]}):
+    for given in ({}, {"max_length": 20, "temperature": 0.01, "top_p": 0.01, "eos_token_id": [*range(64)]}):
         network.generation_config = GenerationConfig(do_sample=True, **given)
         times = count(0.0, a_token_s)
         clock = SimpleNamespace(time=lambda times=times: used.add(torch.get_num_threads()) or next(times))
@@ -140,13 +134,13 @@ def test_the_generated_sample_takes_two_seconds_at_most_and_is_repeatable(
     assert texts[0] == texts[1]
     words = str(texts[0]).partition("›")[2].split("<")[1:]
     assert len(words) == tokens
-    assert all(int(word.rstrip(">")) < 90 for word in words)
+    assert all(int(word.rstrip(">")) < 64 for word in words)
     assert (f"{tokens} of 16 tokens" in str(texts[0])) == (tokens < 16)
     assert capfd.readouterr() == ("", "")  # transformers says nothing of lengths and padding
 
 
 def test_no_sample_is_generated_of_outputs_that_are_not_finite() -> None:
-    trainer = trainer_of(*TINY)
+    trainer = trainer_of(*helpers.GPT2)
     with torch.no_grad():
         trainer.model.eval().gpt2.transformer.ln_f.bias.fill_(math.nan)
         text = trainer.recipe.closing_text(trainer.model, trainer.datasets, torch.device("cpu"))
@@ -155,7 +149,7 @@ def test_no_sample_is_generated_of_outputs_that_are_not_finite() -> None:
 
 @pytest.mark.parametrize(("kind", "approximate"), [("tanh", "tanh"), ("erf", "none")])
 def test_gelu_is_the_function_that_the_option_names(kind: str, approximate: str) -> None:
-    gpt2 = trainer_of(*TINY, f"recipe.gelu={kind}").model.gpt2
+    gpt2 = trainer_of(*helpers.GPT2, f"recipe.gelu={kind}").model.gpt2
     x = torch.linspace(-5, 5, 101)
     assert all(torch.equal(block.mlp.act(x), F.gelu(x, approximate=approximate)) for block in gpt2.transformer.h)
 
