@@ -67,25 +67,27 @@ def test_plain_linear_layers_in_blocks_outside_islands() -> None:
     assert scaled.converted(model) == ["island.inside"]
 
 
+def trained(mode: str, layer: nn.Module, x: torch.Tensor, rows: int) -> list[torch.Tensor]:
+    """The first ``rows`` of what a converted layer gives for x, and its gradients."""
+    product = scaled.product_of(FORMATS[mode].number, "tensorwise", native=False)
+    scaled.convert(nn.Sequential(layer), [], [], FORMATS[mode].number, product)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x).flatten(0, -2)[:rows]
+    torch.manual_seed(0)
+    y.square().sum().backward()
+    return [y.detach(), *(parameter.grad for parameter in layer.parameters())]
+
+
 @pytest.mark.parametrize("mode", SCALED)
 def test_any_number_of_rows_trains_as_with_rows_of_zeros(mode: str) -> None:
-    product = scaled.product_of(FORMATS[mode].number, "tensorwise", native=False)
-    x = torch.randn(2, 3, 32)
-    results = []
-    for rows in (x, torch.cat([x.flatten(0, 1), torch.zeros(26, 32)])):
-        torch.manual_seed(0)
-        layer = nn.Linear(32, 64)
-        scaled.convert(nn.Sequential(layer), [], [], FORMATS[mode].number, product)
-        with torch.autocast("cpu", torch.bfloat16):
-            y = layer(rows).flatten(0, -2)[:6]
-        torch.manual_seed(0)
-        y.square().sum().backward()
-        results.append((y.detach(), layer.weight.grad, layer.bias.grad))
+    layer, x = nn.Linear(32, 64), torch.randn(2, 3, 32)
+    more = torch.cat([x.flatten(0, 1), torch.zeros(26, 32)])
+    one, other = trained(mode, copy.deepcopy(layer), x, 6), trained(mode, layer, more, 6)
     if mode == "nvfp4":  # which draws for 16 rows or for 32
-        assert torch.equal(results[0][0], results[1][0])
-        assert F.cosine_similarity(results[0][1].flatten(), results[1][1].flatten(), 0) > 0.95
+        assert torch.equal(one[0], other[0])
+        assert F.cosine_similarity(one[1].flatten(), other[1].flatten(), 0) > 0.95
     else:
-        assert all(map(torch.equal, *results))
+        assert all(map(torch.equal, one, other))
 
 
 def test_outside_of_autocast_and_in_a_copy_a_layer_multiplies_by_its_own_weight() -> None:
@@ -103,20 +105,11 @@ def test_a_transposed_weight_has_the_same_product(mode: str) -> None:
     """transformers' Conv1D holds in × out."""
     from transformers.pytorch_utils import Conv1D
 
-    linear, conv = nn.Linear(64, 32), Conv1D(32, 64)
+    linear, conv, x = nn.Linear(64, 32), Conv1D(32, 64), torch.randn(3, 32, 64)
     conv.weight.data, conv.bias.data = linear.weight.data.t().clone(), linear.bias.data.clone()
-    product = scaled.product_of(FORMATS[mode].number, "tensorwise", native=False)
-    x = torch.randn(3, 32, 64)
-    results = []
-    for layer in (linear, conv):
-        scaled.convert(nn.Sequential(layer), [], [], FORMATS[mode].number, product)
-        torch.manual_seed(0)
-        with torch.autocast("cpu", torch.bfloat16):
-            y = layer(x)
-        y.square().sum().backward()
-        results.append((y.detach(), layer.weight.grad))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1].t())
+    (y, gradient, _), (other, transposed, _) = (trained(mode, layer, x, 96) for layer in (linear, conv))
+    assert torch.equal(y, other)
+    assert torch.equal(gradient, transposed.t())
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

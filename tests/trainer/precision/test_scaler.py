@@ -81,7 +81,7 @@ def test_auto_scales_fp16_only() -> None:
     assert StaticScaler(scale=8.0).build(FORMATS["fp16"], CPU).scale == 8
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16_sr", "fp16", "fp16_pure"])
+@pytest.mark.parametrize("mode", ["fp32", "bf16_sr", "fp16", "fp16_pure", "fp8"])
 def test_contradictions_are_refused_unless_forced(mode: str) -> None:
     fits = (DynamicScaler, StaticScaler) if mode.startswith("fp16") else (Scaler,)
     AutoScaler().check(FORMATS[mode])
