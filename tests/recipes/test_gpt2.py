@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,13 +13,10 @@ from torch import nn
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from recipes.gpt2 import GPT2
-from recipes.language import LossHead, TokenWindows, torch_can_chunk
+from recipes.language import LossHead
 from tests import helpers
-from tests.helpers import trainer_of
-from trainer.data.contract import SampleId
+from tests.helpers import needs_chunks, trainer_of
 from trainer.hardware import threads
-
-needs_chunking = pytest.mark.skipif(not torch_can_chunk(), reason="this torch has no chunked linear_cross_entropy")
 
 
 def head(chunked: bool, tokens: int = 300, width: int = 32, vocabulary: int = 192) -> tuple[LossHead, Any, Any]:
@@ -44,7 +40,7 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return ((one.double() - other.double()).norm() / other.double().norm()).item()
 
 
-@needs_chunking
+@needs_chunks
 @pytest.mark.parametrize(
     ("mode", "of_loss", "of_gradient"), [("fp32", 1e-5, 1e-5), ("bf16", 1e-2, 2e-2), ("fp16", 2e-3, 4e-3)]
 )
@@ -55,7 +51,7 @@ def test_chunked_loss_equals_the_plain_one(mode: str, of_loss: float, of_gradien
     assert distance(chunked[2], plain[2]) < of_gradient
 
 
-@pytest.mark.parametrize("chunked", [False, pytest.param(True, marks=needs_chunking)])
+@pytest.mark.parametrize("chunked", [False, pytest.param(True, marks=needs_chunks)])
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
 def test_a_sum_over_many_tokens_does_not_overflow(mode: str, chunked: bool) -> None:
     """40,000 tokens of loss 5 are 200,000, three times fp16's largest number; bf16 would keep 8 bits of it."""
@@ -68,7 +64,7 @@ def test_a_sum_over_many_tokens_does_not_overflow(mode: str, chunked: bool) -> N
     assert loss.item() == pytest.approx(exact.item(), rel=2e-3)
 
 
-@pytest.mark.parametrize("chunked", [False, pytest.param(True, marks=needs_chunking)])
+@pytest.mark.parametrize("chunked", [False, pytest.param(True, marks=needs_chunks)])
 @pytest.mark.parametrize(("mode", "tolerance"), [("fp32", 1e-6), ("bf16", 1e-2), ("fp16", 2e-3)])
 def test_padding_of_the_vocabulary_changes_neither_the_loss_nor_a_gradient(
     mode: str, tolerance: float, chunked: bool
@@ -96,17 +92,6 @@ def test_the_padding_is_left_out_in_one_compiled_graph() -> None:
     layer.vocabulary = 90
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     assert torch.equal(layer(hidden, targets % 90), compiled(hidden, targets % 90))
-
-
-def test_windows_are_consecutive_and_training_moves_them_by_the_samples_seed() -> None:
-    windows = TokenWindows(np.arange(101, dtype=np.uint16), 10)
-    assert len(windows) == 10
-    fixed = windows.batch([SampleId(0, None), SampleId(9, None)])["tokens"]
-    assert fixed.dtype == torch.int64
-    assert fixed.tolist() == [list(range(11)), list(range(90, 101))]
-    moved = windows.batch([SampleId(3, 7), SampleId(3, 17), SampleId(3, 4), SampleId(9, 5)])["tokens"]
-    assert moved[:, 0].tolist() == [37, 37, 34, 90]
-    assert (moved.diff(dim=1) == 1).all()
 
 
 def test_perplexity_is_the_exponential_and_overflows_to_infinity_rather_than_failing() -> None:

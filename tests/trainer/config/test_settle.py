@@ -10,8 +10,7 @@ import torch
 
 from recipes.data.images.arrays import Digits
 from recipes.data.images.augment import ImageAugment, Light
-from recipes.language import torch_can_chunk
-from tests.helpers import CPU, GPT2, GPU
+from tests.helpers import CPU, GPT2, GPU, needs_chunks
 from trainer.config import settle as module
 from trainer.config.compose import compose as composed
 from trainer.config.init_from import InitFrom
@@ -126,7 +125,7 @@ def test_the_microbatches_of_all_ranks_make_the_batch() -> None:
     assert refused.value.shared
 
 
-@pytest.mark.skipif(not torch_can_chunk(), reason="this torch has no chunked linear_cross_entropy")
+@needs_chunks
 @pytest.mark.parametrize(
     ("hardware", "typed", "recorded", "free", "chunked"),
     [

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from recipes.language import torch_can_chunk
-from tests.helpers import GPT2, trainer_of
+from tests.helpers import GPT2, needs_chunks, trainer_of
 from trainer.profiling import utilisation
 from trainer.profiling.flops import ModelFlops
 from trainer.profiling.utilisation import Utilisation, data_sheet
@@ -106,10 +105,7 @@ def test_a_function_with_its_own_backward_counts() -> None:
         ("compile=default",),
         ("precision=bf16_master", "ema=default"),
         ("precision=nvfp4",),
-        pytest.param(
-            ("recipe.chunked_loss=true", "data.vocab_size=40"),  # padded to 64
-            marks=pytest.mark.skipif(not torch_can_chunk(), reason="this torch cannot compute the loss in chunks"),
-        ),
+        pytest.param(("recipe.chunked_loss=true", "data.vocab_size=40"), marks=needs_chunks),  # padded to 64
     ],
 )
 def test_gpt2_takes_6n_and_attention_whatever_the_options_of_the_training(options: tuple[str, ...]) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from mantissa.step.ledger import MIB, STEADY, Ledger
-from recipes.language import torch_can_chunk
-from tests.helpers import compose
+from tests.helpers import compose, needs_chunks
 from trainer.config import settle
 from trainer.config.schema import Config
 from trainer.config.settle import Plan
@@ -198,7 +197,7 @@ LOGITS = 12 * 16 * 64 * 8192 / MIB
 """Of 16 samples: the logits, log-probabilities and gradients."""
 
 
-@pytest.mark.skipif(not torch_can_chunk(), reason="this torch has no chunked linear_cross_entropy")
+@needs_chunks
 def test_a_loss_in_chunks_avoids_the_logits() -> None:
     job = [*GPT2, "batch_size=16", "micro_batch_size=16", "checkpoint=none"]
     whole, chunked = (need_mib(*job, f"recipe.chunked_loss={form}") for form in ("false", "true"))
