@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from recipes.language import torch_can_chunk
 from tests.mantissa.bits import same_bits as same_bits
 from trainer.config.build import build
 from trainer.config.registration import register
@@ -30,6 +34,11 @@ CONF = PROJECT / "conf"
 SHIPPED = sorted(CONF.rglob("*.yaml"))
 """The project's YAMLs, without those that scripts/advise.py wrote here for a user's own data and machine."""
 CPU = Hardware(torch.device("cpu"), "a CPU", 2**34, 2)
+GPU = Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))
+GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64", "batch_size=4")
+BIGNET = ("recipe=bignet", "recipe.layers=2", "recipe.width=8", "data.samples=64", "batch_size=4")
+"""Jobs whose models train in no time; more options may follow, and change these."""
+needs_chunks = pytest.mark.skipif(not torch_can_chunk(), reason="this torch has no chunked linear_cross_entropy")
 
 
 def compose(*overrides: str) -> Config:
@@ -82,6 +91,18 @@ def copied(state: Any) -> Any:
     if isinstance(state, list | tuple):
         return type(state)(copied(item) for item in state)
     return state
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that are really run, in place or not: on a GPU, launches and waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[func.overloadpacket.__name__.removesuffix("_")] += not func.is_view
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass

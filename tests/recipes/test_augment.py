@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +14,8 @@ from recipes.data.images.augment import AutomaticAugment, ImageAugment, ImageNet
 from recipes.data.images.folder import ImageFolder
 from recipes.data.images.pixels import square
 from recipes.data.images.source import ImageDatasets, ImageSource
-from tests.helpers import CPU, compose, context
-from trainer.config.registration import flatten
-from trainer.config.schema import Config
-from trainer.config.settle import plan_of, settle
+from tests.helpers import context
 from trainer.data.contract import SampleId
-from trainer.recipe import Context, Decision
 
 
 def noise(height: int, width: int, seed: int = 0) -> Image.Image:
@@ -49,21 +43,6 @@ def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image[0].numpy()).save(file)
     return root
-
-
-# ------------------------------------------------------------------------------------------- what auto is
-
-
-def of_images(side: int | None) -> Context:
-    images = SimpleNamespace(stored_side=side, augment=None)
-    return context(Digits(), datasets=SimpleNamespace(train=images, valid=images, test=None))
-
-
-@pytest.mark.parametrize(("side", "kind"), [(8, "none"), (63, "none"), (None, "none"), (64, "imagenet")])
-def test_auto_does_not_augment_small_and_synthetic_images(side: int | None, kind: str) -> None:
-    mixed, [shown] = AutomaticAugment(mixup=0.2, cutmix=1.0).resolve(of_images(side))
-    assert (mixed.kind, mixed.mixup, mixed.cutmix) == (kind, 0.2, 1.0)
-    assert (shown.key, shown.value) == ("augment", kind)
 
 
 # -------------------------------------------------------------------------- the same images, however stored
@@ -161,21 +140,3 @@ def test_odd_shapes_can_be_cut() -> None:
         for augment in (ImageAugment(), Light(), ImageNet()):
             for seed in (None, *range(20)):
                 assert cut(noise(*shape), 16, augment, seed).shape == (3, 16, 16)
-
-
-# ---------------------------------------------------------------------------------- as a part of the config
-
-
-def test_the_choice_reaches_the_data_and_is_recorded_as_what_auto_became() -> None:
-    def settled(*overrides: str) -> tuple[Any, Config, list[Decision]]:
-        found = settle(plan_of(compose(*overrides), CPU))
-        return found.datasets, found.config, [choice for choice in found.decisions if choice.key == "augment"]
-
-    datasets, config, decisions = settled("recipe=resnet", "augment=light", "augment.shift=0.25")
-    assert datasets.train.augment == datasets.valid.augment == config.augment == Light(0.25)
-    assert decisions == []
-    _, config, [(_, value, why)] = settled("recipe=resnet")
-    assert (value, flatten(config)["augment"]) == ("none", "none")
-    assert "augment=light" in why
-    _, config, decisions = settled("recipe=gpt2", "recipe.size=nano", "data=synthetic")  # nothing to say about text
-    assert (decisions, flatten(config)["augment"]) == ([], "none")

@@ -20,7 +20,7 @@ from trainer.errors import UserError
 PET = "{cat,dog}/{5}.png"
 
 
-def write(folder: Path, *patterns: str) -> None:
+def write(folder: Path, *patterns: str, height: int = 9, width: int = 9) -> Path:
     """Write files: ``{cat,dog}/{3}.png`` is three images for each of two classes; others than images are text."""
     for pattern in patterns:
         names = [""]
@@ -34,10 +34,11 @@ def write(folder: Path, *patterns: str) -> None:
             file = folder / name
             file.parent.mkdir(parents=True, exist_ok=True)
             if file.suffix.lower() in Image.registered_extensions():
-                pixels = np.random.default_rng(list(name.encode())).integers(0, 256, (9, 9, 3), dtype=np.uint8)
+                pixels = np.random.default_rng(list(name.encode())).integers(0, 256, (height, width, 3), np.uint8)
                 Image.fromarray(pixels).save(file)
             else:
                 file.write_text("text")
+    return folder
 
 
 READ: dict[str, tuple[tuple[str, ...], str, tuple[int, ...], str]] = {

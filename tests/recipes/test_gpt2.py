@@ -6,27 +6,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
-from recipes.gpt2 import GPT2, SHAPES, Shape
-from recipes.language import LossHead, TokenWindows, torch_can_chunk
-from tests.helpers import trainer_of
-from trainer.data.contract import SampleId
+from recipes.gpt2 import GPT2
+from recipes.language import LossHead
+from tests import helpers
+from tests.helpers import needs_chunks, trainer_of
 from trainer.hardware import threads
-
-TINY = ["recipe=gpt2", "recipe.size=tiny", "recipe.context=16", "data=synthetic", "data.vocab_size=90", "batch_size=4"]
-
-needs_chunking = pytest.mark.skipif(not torch_can_chunk(), reason="this torch has no chunked linear_cross_entropy")
-
-
-@pytest.fixture(autouse=True)
-def tiny_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SHAPES, "tiny", Shape(2, 2, 32, 16))
 
 
 def head(chunked: bool, tokens: int = 300, width: int = 32, vocabulary: int = 192) -> tuple[LossHead, Any, Any]:
@@ -50,7 +40,7 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return ((one.double() - other.double()).norm() / other.double().norm()).item()
 
 
-@needs_chunking
+@needs_chunks
 @pytest.mark.parametrize(
     ("mode", "of_loss", "of_gradient"), [("fp32", 1e-5, 1e-5), ("bf16", 1e-2, 2e-2), ("fp16", 2e-3, 4e-3)]
 )
@@ -61,7 +51,7 @@ def test_chunked_loss_equals_the_plain_one(mode: str, of_loss: float, of_gradien
     assert distance(chunked[2], plain[2]) < of_gradient
 
 
-@pytest.mark.parametrize("chunked", [False, pytest.param(True, marks=needs_chunking)])
+@pytest.mark.parametrize("chunked", [False, pytest.param(True, marks=needs_chunks)])
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
 def test_a_sum_over_many_tokens_does_not_overflow(mode: str, chunked: bool) -> None:
     """40,000 tokens of loss 5 are 200,000, three times fp16's largest number; bf16 would keep 8 bits of it."""
@@ -74,7 +64,7 @@ def test_a_sum_over_many_tokens_does_not_overflow(mode: str, chunked: bool) -> N
     assert loss.item() == pytest.approx(exact.item(), rel=2e-3)
 
 
-@pytest.mark.parametrize("chunked", [False, pytest.param(True, marks=needs_chunking)])
+@pytest.mark.parametrize("chunked", [False, pytest.param(True, marks=needs_chunks)])
 @pytest.mark.parametrize(("mode", "tolerance"), [("fp32", 1e-6), ("bf16", 1e-2), ("fp16", 2e-3)])
 def test_padding_of_the_vocabulary_changes_neither_the_loss_nor_a_gradient(
     mode: str, tolerance: float, chunked: bool
@@ -104,30 +94,6 @@ def test_the_padding_is_left_out_in_one_compiled_graph() -> None:
     assert torch.equal(layer(hidden, targets % 90), compiled(hidden, targets % 90))
 
 
-def test_attention_is_sdpa_and_causal() -> None:
-    trainer = trainer_of(*TINY)
-    gpt2 = trainer.model.gpt2.eval()
-    assert gpt2.config._attn_implementation == "sdpa_causal"
-    tokens = torch.randint(90, (1, 16))
-    changed = tokens.clone()
-    changed[0, 10:] = (changed[0, 10:] + 1) % 90
-    with torch.no_grad():
-        one, other = gpt2(tokens).logits, gpt2(changed).logits
-    assert torch.allclose(one[:, :10], other[:, :10], atol=1e-5)
-    assert not torch.allclose(one[:, 10:], other[:, 10:], atol=1e-2)
-
-
-def test_windows_are_consecutive_and_training_moves_them_by_the_samples_seed() -> None:
-    windows = TokenWindows(np.arange(101, dtype=np.uint16), 10)
-    assert len(windows) == 10
-    fixed = windows.batch([SampleId(0, None), SampleId(9, None)])["tokens"]
-    assert fixed.dtype == torch.int64
-    assert fixed.tolist() == [list(range(11)), list(range(90, 101))]
-    moved = windows.batch([SampleId(3, 7), SampleId(3, 17), SampleId(3, 4), SampleId(9, 5)])["tokens"]
-    assert moved[:, 0].tolist() == [37, 37, 34, 90]
-    assert (moved.diff(dim=1) == 1).all()
-
-
 def test_perplexity_is_the_exponential_and_overflows_to_infinity_rather_than_failing() -> None:
     assert GPT2().report(1.5, {}, 1) == {"loss": 1.5, "perplexity": pytest.approx(4.4816891)}
     assert GPT2().report(1e4, {}, 1)["perplexity"] == math.inf
@@ -138,10 +104,10 @@ def test_the_generated_sample_takes_two_seconds_at_most_and_is_repeatable(
     a_token_s: float, tokens: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It has known tokens only and, however a model was published, goes on after an end of text, on one core."""
-    trainer, used, texts = trainer_of(*TINY, "recipe.context=32"), set[int](), []
+    trainer, used, texts = trainer_of(*helpers.GPT2, "recipe.context=32"), set[int](), []
     network = trainer.model.eval().gpt2
     capfd.readouterr()
-    for given in ({}, {"max_length": 20, "temperature": 0.01, "top_p": 0.01, "eos_token_id": [*range(90)]}):
+    for given in ({}, {"max_length": 20, "temperature": 0.01, "top_p": 0.01, "eos_token_id": [*range(64)]}):
         network.generation_config = GenerationConfig(do_sample=True, **given)
         times = count(0.0, a_token_s)
         clock = SimpleNamespace(time=lambda times=times: used.add(torch.get_num_threads()) or next(times))
@@ -153,13 +119,13 @@ def test_the_generated_sample_takes_two_seconds_at_most_and_is_repeatable(
     assert texts[0] == texts[1]
     words = str(texts[0]).partition("›")[2].split("<")[1:]
     assert len(words) == tokens
-    assert all(int(word.rstrip(">")) < 90 for word in words)
+    assert all(int(word.rstrip(">")) < 64 for word in words)
     assert (f"{tokens} of 16 tokens" in str(texts[0])) == (tokens < 16)
     assert capfd.readouterr() == ("", "")  # transformers says nothing of lengths and padding
 
 
 def test_no_sample_is_generated_of_outputs_that_are_not_finite() -> None:
-    trainer = trainer_of(*TINY)
+    trainer = trainer_of(*helpers.GPT2)
     with torch.no_grad():
         trainer.model.eval().gpt2.transformer.ln_f.bias.fill_(math.nan)
         text = trainer.recipe.closing_text(trainer.model, trainer.datasets, torch.device("cpu"))
@@ -168,7 +134,7 @@ def test_no_sample_is_generated_of_outputs_that_are_not_finite() -> None:
 
 @pytest.mark.parametrize(("kind", "approximate"), [("tanh", "tanh"), ("erf", "none")])
 def test_gelu_is_the_function_that_the_option_names(kind: str, approximate: str) -> None:
-    gpt2 = trainer_of(*TINY, f"recipe.gelu={kind}").model.gpt2
+    gpt2 = trainer_of(*helpers.GPT2, f"recipe.gelu={kind}").model.gpt2
     x = torch.linspace(-5, 5, 101)
     assert all(torch.equal(block.mlp.act(x), F.gelu(x, approximate=approximate)) for block in gpt2.transformer.h)
 

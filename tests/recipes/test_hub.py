@@ -15,6 +15,7 @@ from recipes.data.hub import Hub, are_lines, table_options
 from recipes.data.images.augment import View
 from recipes.data.images.pixels import square
 from recipes.data.text.tokens import TokenData
+from tests.recipes.test_folders import write
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 
@@ -41,16 +42,6 @@ def stories(tmp_path: Path) -> Path:
 def picture(number: int, size: tuple[int, int] = (40, 30)) -> Image.Image:
     pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     return Image.fromarray(pixels)
-
-
-@pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    """An image folder of two classes, 20 images each."""
-    for i in range(40):
-        place = tmp_path / "pictures" / ("cat", "dog")[i % 2]
-        place.mkdir(parents=True, exist_ok=True)
-        picture(i).save(place / f"{i:02}.png")
-    return tmp_path / "pictures"
 
 
 @pytest.fixture
@@ -200,9 +191,10 @@ def test_a_test_split_is_validated_on_where_it_has_labels(tmp_path: Path) -> Non
     assert "(0.1 of each class)" in data.description
 
 
-def test_a_damaged_image_is_named_by_its_row(pictures: Path) -> None:
-    (pictures / "cat" / "00.png").write_bytes(b"\x89PNG but not")
-    train = Hub(name=str(pictures)).images(24).train
+def test_a_damaged_image_is_named_by_its_row(tmp_path: Path) -> None:
+    write(tmp_path, "{cat,dog}/{20}.png")
+    (tmp_path / "cat" / "0.png").write_bytes(b"\x89PNG but not")
+    train = Hub(name=str(tmp_path)).images(24).train
     with pytest.raises(UserError, match="row 0"):
         train.batch([SampleId(index, None) for index in range(len(train))])
 

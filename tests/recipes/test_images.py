@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from recipes.data.hub import Hub
 from recipes.data.images.arrays import Digits
@@ -17,27 +16,13 @@ from recipes.data.images.pixels import held_out
 from recipes.data.images.source import ImageSource
 from recipes.data.synthetic import Synthetic
 from tests.helpers import context, same_bits
+from tests.recipes.test_folders import write
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 
 
-def noise(height: int, width: int, seed: int = 0) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
-
-
 def plain(count: int, start: int = 0) -> list[SampleId]:
     return [SampleId(index, None) for index in range(start, start + count)]
-
-
-def save(folder: Path, files: list[str], height: int = 40, width: int = 60) -> Path:
-    for seed, name in enumerate(files):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        noise(height, width, seed).save(folder / name)
-    return folder
-
-
-def animals(folder: Path, each: int = 10, height: int = 40, width: int = 60) -> Path:
-    return save(folder, [f"{kind}/{number}.png" for kind in ("cat", "dog") for number in range(each)], height, width)
 
 
 # --------------------------------------------------------------------------------------------- digits
@@ -75,7 +60,7 @@ def test_a_class_of_few_images_is_on_both_sides_of_a_split() -> None:
 
 
 def test_a_damaged_image_is_named_or_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    whole = ImageFolder(path=str(animals(tmp_path))).images(16).train
+    whole = ImageFolder(path=str(write(tmp_path, "{cat,dog}/{10}.png", height=40, width=60))).images(16).train
     row = int(whole.labels.sum()) - 1  # the last cat, as many as dogs; a dog follows
     file, samples = Path(whole.files[row].decode()), plain(len(whole))
     content, name = file.read_bytes(), rf"cat/{file.stem}\.png"
@@ -99,14 +84,18 @@ def test_a_damaged_image_is_named_or_replaced(tmp_path: Path, caplog: pytest.Log
 # ------------------------------------------------------------------------------------------ all sources
 
 
-def test_every_source_reports_the_stored_size_of_its_images_to_auto(tmp_path: Path) -> None:
+def test_auto_augments_photos_of_64_pixels_or_more_whatever_their_source(tmp_path: Path) -> None:
+    mixed = {"mixup": 0.2, "cutmix": 1.0}
+
     def chosen(source: ImageSource, size: int) -> ImageAugment:
         datasets = source.images(size)
-        return AutomaticAugment().resolve(context(source, datasets=datasets))[0]
+        augment, [shown] = AutomaticAugment(**mixed).resolve(context(source, datasets=datasets))
+        assert (shown.key, shown.value) == ("augment", augment.kind)
+        return augment
 
-    assert chosen(Digits(), 224) == ImageAugment()
-    assert chosen(Synthetic(classes=2), 64) == ImageAugment()
-    for name, height, width, augment in (("small", 63, 200, ImageAugment()), ("large", 200, 64, ImageNet())):
-        folder = str(animals(tmp_path / name, 4, height, width))
+    plain, cropped = ImageAugment(**mixed), ImageNet(**mixed)
+    assert chosen(Digits(), 224) == chosen(Synthetic(classes=2), 64) == plain
+    for name, height, width, augment in (("small", 63, 200, plain), ("large", 200, 64, cropped)):
+        folder = str(write(tmp_path / name, "{cat,dog}/{4}.png", height=height, width=width))
         assert chosen(ImageFolder(path=folder), 224) == augment
         assert chosen(Hub(name=folder, cache_dir=str(tmp_path / "cache")), 32) == augment

@@ -99,13 +99,8 @@ def test_the_forecast_knows_that_only_adapters_have_gradients_and_optimizer_stat
 
 
 def test_what_cannot_be_adapted_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    mistakes = {
-        "recipe.lora.target=[c_atn]": "'c_atn' is no linear layer; did you mean 'c_attn'.*c_fc",
-        "recipe.lora.target=[c_attn,wte]": "'wte' is no linear layer",
-    }
-    for option, message in mistakes.items():
-        with pytest.raises(UserError, match=message):
-            trainer_of("recipe=gpt2", "recipe.size=nano", *SMALL, RANK, option)
+    with pytest.raises(UserError, match=r"'wte' is no linear layer.*c_fc"):
+        trainer_of("recipe=gpt2", "recipe.size=nano", *SMALL, RANK, "recipe.lora.target=[c_attn,wte]")
     monkeypatch.setattr("recipes.lora.find_spec", lambda name: None)
     assert LoRA().rank == 0
     with pytest.raises(UserError, match="pip install peft"):

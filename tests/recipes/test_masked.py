@@ -11,11 +11,10 @@ import torch
 
 from recipes.bert import MaskedWindows
 from recipes.t5 import SpanCorruption
-from tests.helpers import CPU, compose, fit, trainer_of
+from tests.helpers import CPU, compose, trainer_of
+from tests.recipes.test_transformers import TINY
 from trainer.config.settle import plan_of
 from trainer.data.contract import SampleId
-
-TINY = ["recipe=t5", "recipe.context=24", "data=synthetic", "data.vocab_size=90", "batch_size=8", "eval_samples=16"]
 
 
 def test_a_sample_has_the_published_length_and_the_vocabulary_is_padded() -> None:
@@ -90,7 +89,7 @@ def test_a_share_of_a_text_is_masked_as_published() -> None:
 
 
 def test_berts_accuracy_is_the_share_of_masked_tokens_that_are_right() -> None:
-    trainer = trainer_of("recipe=bert", *TINY[1:])
+    trainer = trainer_of(*TINY["bert"])
     batch = next(trainer.batches())[0]
     output = trainer.recipe.loss(trainer.model.eval(), batch)
     best = trainer.model(input_ids=batch["tokens"]).logits.argmax(-1).gather(1, batch["places"])
@@ -99,7 +98,7 @@ def test_berts_accuracy_is_the_share_of_masked_tokens_that_are_right() -> None:
 
 
 def test_t5s_padding_of_the_vocabulary_is_not_in_the_loss() -> None:
-    trainer = trainer_of(*TINY)
+    trainer = trainer_of(*TINY["t5"])
     model = trainer.model.eval()
     batch = next(trainer.batches())[0]
     without_padding = copy.deepcopy(model)
@@ -107,18 +106,3 @@ def test_t5s_padding_of_the_vocabulary_is_not_in_the_loss() -> None:
     mean = without_padding(input_ids=batch["inputs"], labels=batch["labels"]).loss
     loss = trainer.recipe.loss(model, batch).loss_sum
     assert loss.item() / trainer.recipe.count_targets(batch) == pytest.approx(mean.item(), rel=1e-5)
-
-
-def test_a_whole_encoder_can_stay_in_fp32_beside_16_bit_weights() -> None:
-    """Transformers' outputs are dicts, dataclasses and can be indexed: what an island returns has to be all that."""
-    trainer = trainer_of(
-        "recipe=bert", *TINY[1:], "steps=2", "precision=bf16_pure", "precision.fp32_modules=[bert.encoder]"
-    )
-    outputs: list[Any] = []
-    trainer.model.bert.encoder.register_forward_hook(lambda module, inputs, output: outputs.append(output))
-    records = fit(trainer)
-    assert all(torch.isfinite(record.grad_norm) for record in records)
-    assert type(outputs[0]).__name__.startswith("BaseModelOutput")
-    assert outputs[0][0] is outputs[0].last_hidden_state is outputs[0]["last_hidden_state"]
-    assert outputs[0].last_hidden_state.dtype == torch.bfloat16
-    assert trainer.model.bert.encoder.layer[0].output.dense.weight.dtype == torch.float32

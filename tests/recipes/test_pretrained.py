@@ -138,6 +138,8 @@ def test_it_starts_with_the_loss_that_transformers_computes(folder: tuple[str, P
         assert (tokens[0][0], tokens[0][-1], 3 in tokens[0]) == (1, 2, True)
     elif recipe == "t5":  # <pad> 0, </s> 1, <extra_id_7> 2, … <extra_id_0> 9
         assert [[id for id in ids if id < 10] for ids in tokens] == [[9, 8, 1], [9, 8, 1]]
+    if recipe in ("gpt2", "llama"):
+        assert trainer.model.network.config._attn_implementation == "sdpa_causal"
     eager = trainer_of(*options(recipe, path, "recipe.attention=eager"))
     assert getattr(eager.model, "network", eager.model).config._attn_implementation == "eager"
     assert own_loss(eager) == pytest.approx(expected, rel=2e-5)

@@ -12,10 +12,6 @@ from recipes.resnet import Normalise, ResNet
 from tests.helpers import context
 from trainer.data.contract import Batch, SampleId
 from trainer.errors import UserError
-from trainer.hardware import Hardware
-
-CPU = Hardware(torch.device("cpu"), "a processor", 2**33, 2)
-GPU = Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))
 
 
 def ready(**options: object) -> ResNet:
@@ -42,15 +38,6 @@ class Stub(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         self.images = images
         return self.logits
-
-
-def test_auto_chooses_by_the_device_and_reports_how_to_change_it() -> None:
-    recipe, [choice] = ResNet().resolve(context(Digits()))
-    assert (choice.key, choice.value, recipe.arch) == ("recipe.arch", "resnet18", "resnet18")
-    assert "recipe.arch=resnet50" in choice.why
-    recipe, _ = ResNet().resolve(context(Digits(), GPU))
-    assert (recipe.arch, recipe.sizes(GPU).batch_size) == ("resnet50", 256)
-    assert ready(arch="convnext_tiny").resolve(context(Digits()))[1] == []
 
 
 def test_the_head_has_the_classes_of_the_data() -> None:

@@ -59,6 +59,9 @@ def test_windows_are_as_many_as_the_ids_and_the_one_after_them_fill(ids: int, co
     assert len(windows) == count
     cut = [windows.cut(index, None).tolist() for index in range(count)]
     assert cut == [list(range(4 * index, 4 * index + 5)) for index in range(count)]
+    for index in range(count):  # training moves a window by the sample's seed, as far as there is text
+        first = min(4 * index + 3, ids - 5)
+        assert windows.cut(index, 7).tolist() == list(range(first, first + 5))
 
 
 @pytest.mark.parametrize("tokenizer", ["bpe", "chars", "bytes"])

@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from recipes.gpt2 import GPT2
-from tests.helpers import CPU, compose, context, fit, gradients, same_bits, trainer_of
+from tests.helpers import CPU, GPU, compose, context, fit, gradients, same_bits, trainer_of
 from trainer.config.settle import plan_of
 from trainer.errors import UserError
-from trainer.hardware import Hardware
 from trainer.recipe import Sizes
 
-GPU = Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))
 DATA = ("data=synthetic", "data.vocab_size=90", "batch_size=8", "eval_samples=16")
 TINY = {
     "llama": ("recipe=llama", "recipe.layers=2", "recipe.width=32", "recipe.heads=4", "recipe.kv_heads=2",

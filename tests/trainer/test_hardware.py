@@ -11,37 +11,41 @@ import torch
 
 from mantissa.step import memory
 from mantissa.step.memory import available_bytes, control_groups
-from tests.helpers import PROJECT, trainer_of
+from tests.helpers import BIGNET, PROJECT, trainer_of
 from trainer import hardware
-from trainer.hardware import Hardware, detect, set_determinism
-
-NATIVE, EMULATED, UNAVAILABLE = "native", "emulated", "not available"
+from trainer.hardware import EMULATED, NATIVE, UNAVAILABLE, Hardware, detect, set_determinism
 
 
 def made_up(device: str, capability: tuple[int, int] | None = None, *flags: str) -> Hardware:
     return Hardware(torch.device(device), "made up", 2**30, 4, capability, frozenset(flags))
 
 
+# n: native, e: emulated, -: not available
 @pytest.mark.parametrize(
     ("hardware", "support"),
     [
-        (made_up("cuda", (6, 1)), (UNAVAILABLE, EMULATED, EMULATED)),
-        (made_up("cuda", (7, 0)), (UNAVAILABLE, EMULATED, NATIVE)),
-        (made_up("cuda", (7, 5)), (UNAVAILABLE, EMULATED, NATIVE)),
-        (made_up("cuda", (8, 0)), (NATIVE, NATIVE, NATIVE)),
-        (made_up("cuda", (12, 0)), (NATIVE, NATIVE, NATIVE)),
-        (made_up("cpu"), (UNAVAILABLE, EMULATED, EMULATED)),
-        (made_up("cpu", None, "amx_bf16"), (UNAVAILABLE, NATIVE, EMULATED)),
-        (made_up("cpu", None, "avx512_bf16"), (UNAVAILABLE, NATIVE, EMULATED)),
-        (made_up("cpu", None, "amx_bf16", "amx_fp16"), (UNAVAILABLE, NATIVE, NATIVE)),
-        (made_up("cpu", None, "avx512_fp16"), (UNAVAILABLE, EMULATED, NATIVE)),
-        (made_up("cpu", None, "bf16", "fp16"), (UNAVAILABLE, NATIVE, NATIVE)),  # ARM
-        (made_up("mps"), (UNAVAILABLE, NATIVE, NATIVE)),
-        (made_up("cuda"), (UNAVAILABLE, NATIVE, NATIVE)),  # ROCm
+        # of             tf32 bf16 fp16 fp8 mxfp8 nvfp4
+        (made_up("cuda", (6, 1)), "-eeeee"),
+        (made_up("cuda", (7, 0)), "-eneee"),
+        (made_up("cuda", (7, 5)), "-eneee"),
+        (made_up("cuda", (8, 0)), "nnneee"),
+        (made_up("cuda", (8, 9)), "nnnnee"),
+        (made_up("cuda", (9, 0)), "nnnnee"),
+        (made_up("cuda", (10, 0)), "nnnnne"),
+        (made_up("cpu"), "-eeeee"),
+        (made_up("cpu", None, "amx_bf16"), "-neeee"),
+        (made_up("cpu", None, "avx512_bf16"), "-neeee"),
+        (made_up("cpu", None, "amx_bf16", "amx_fp16"), "-nneee"),
+        (made_up("cpu", None, "avx512_fp16"), "-eneee"),
+        (made_up("cpu", None, "bf16", "fp16"), "-nneee"),  # ARM
+        (made_up("mps"), "-nneee"),
+        (made_up("cuda"), "-nneee"),  # ROCm
     ],
 )
-def test_support(hardware: Hardware, support: tuple[str, ...]) -> None:
-    assert [hardware.support(mode) for mode in ("fp32", "tf32", "bf16", "fp16")] == [NATIVE, *support]
+def test_which_formats_hardware_multiplies(hardware: Hardware, support: str) -> None:
+    words = {"n": NATIVE, "e": EMULATED, "-": UNAVAILABLE}
+    formats = ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
+    assert [hardware.support(name) for name in formats] == [words[letter] for letter in "n" + support]
 
 
 PEAKS = """
@@ -153,7 +157,7 @@ def test_a_control_group_is_less_than_the_machine(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_run_has_the_kernels_that_it_asks_for(deterministic: bool) -> None:
     try:
-        trainer_of("recipe=bignet", "recipe.width=8", "recipe.layers=2", f"deterministic={deterministic}")
+        trainer_of(*BIGNET, f"deterministic={deterministic}")
         assert torch.are_deterministic_algorithms_enabled() is deterministic
         assert torch.backends.cudnn.benchmark is not deterministic
     finally:

@@ -10,16 +10,15 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torchvision
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from recipes.data.images.pixels import IMAGENET_MEAN
 from tests.helpers import CPU, compose, fit, same_bits, start, trainer_of
+from tests.recipes.test_folders import write
 from trainer.config.settle import plan_of
 from trainer.errors import UserError
 
@@ -119,10 +118,7 @@ def test_the_folder_of_a_run_gives_architecture_size_head_and_normalisation(best
 
 
 def test_other_classes_of_the_same_number_have_a_new_head(best: Path, tmp_path: Path) -> None:
-    for index in range(40):
-        file = tmp_path / "photos" / "abcdefghij"[index % 10] / f"{index}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.random.default_rng(index).integers(0, 256, (30, 30, 3), np.uint8)).save(file)
+    write(tmp_path / "photos", "{a,b,c,d,e,f,g,h,i,j}/{4}.png", height=30, width=30)
     photos = ("data=imagefolder", f"data.path={tmp_path / 'photos'}", "loader.workers=0")
     trainer = trainer_of(*SMALL, f"init_from={best}", "recipe.image_size=24", *photos)
     (_, exported), state = opened(best), trainer.model.state_dict()

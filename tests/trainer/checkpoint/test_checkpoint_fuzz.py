@@ -17,17 +17,13 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from mantissa.tensors import random_state
 from tests.helpers import copied, same_bits
-from trainer.checkpoint import store as checkpoint
+from tests.trainer.checkpoint.test_checkpoint import CPU, OPTIMIZERS, Net, save, steps
 from trainer.checkpoint.reader import load
-from trainer.checkpoint.store import Snapshot
 from trainer.errors import UserError
 from trainer.files import read_json, sha256, write_json
-from trainer.optim.state import training_state
-from trainer.parallel.world import World
 
 NAME = "step-00000006"
 LEARNT = ("model.safetensors", "optimizer.safetensors")
@@ -38,24 +34,14 @@ ALL = (*HASHED, "manifest.json")
 Draw = random.Random
 
 
-def job(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A folder with a checkpoint, and what it holds."""
-    folder = tmp_path_factory.mktemp("saved")
-    model, optimizer = job(0)
-    for _ in range(6):
-        model(torch.randn(5, 3)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    state = training_state(6, model, optimizer, None, {"scale": 1.0}, random_state(torch.device("cpu")))
-    checkpoint.write(folder, Snapshot.of(state, {"losses": [6]}, World()), 0.5, World())
-    return folder, copied((dict(model.state_dict()), optimizer.state_dict()))
+    folder, net = tmp_path_factory.mktemp("saved"), Net(0)
+    optimizer = OPTIMIZERS["adamw"].build(net, CPU)
+    steps(net, optimizer, 6)
+    save(folder, 6, net, optimizer, {"losses": [6]}, 0.5)
+    return folder, copied((dict(net.state_dict()), optimizer.state_dict()))
 
 
 def write(folder: Path, name: str, content: bytes | str) -> None:
@@ -114,7 +100,7 @@ def change_the_state(draw: Draw, folder: Path) -> None:
         lambda state: state["optimizer"]["names"].reverse(),
         lambda state: state["optimizer"]["names"].append("planted"),
         lambda state: state["optimizer"]["groups"].clear(),
-        lambda state: state["ties"].update({"0.bias": "1.bias"}),
+        lambda state: state["ties"].update({"conv.bias": "norm.bias"}),
     ]
     edit(folder, "state.json", draw.choice(changes))
 
@@ -154,8 +140,8 @@ def test_a_mutation_is_refused_or_changes_nothing(
     for number in range(20):
         shutil.copytree(source / NAME, place / NAME)
         mutation(random.Random(number), place / NAME)
-        model, optimizer = job(1)
-        before = copied(dict(model.state_dict()))
+        model = Net(1)
+        optimizer, before = OPTIMIZERS["adamw"].build(model, CPU), copied(dict(model.state_dict()))
         if mutation in HARMLESS:
             load(place).restore(model, optimizer)
             assert same_bits((dict(model.state_dict()), optimizer.state_dict()), expected)

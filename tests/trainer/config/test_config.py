@@ -3,9 +3,8 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
-from tests.helpers import CONF, CPU, SHIPPED, NoData, SmallConvNet, compose
+from tests.helpers import CONF, CPU, GPU, SHIPPED, NoData, SmallConvNet, compose
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.config.settle import plan_of
@@ -13,7 +12,6 @@ from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.recipe import Recipe
 
-H100 = Hardware(torch.device("cuda", 0), "H100", 2**36, 8, (9, 0))
 RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))
 
 
@@ -25,7 +23,7 @@ def test_every_experiment_becomes_a_config_and_can_be_overridden(experiment: str
     own_data = [f"data.path={CONF}"] if "data: text" in text or "data: imagefolder" in text else []
     composed = compose(f"experiment={experiment}", *own_data, "steps=3", "schedule.warmup_steps=auto", "seed=5")
     assert (composed.steps, composed.seed) == (3, 5)
-    assert plan_of(composed, H100).steps == 3
+    assert plan_of(composed, GPU).steps == 3
 
 
 def test_a_recipe_that_lacks_a_method_is_told_which() -> None:
@@ -36,17 +34,8 @@ def test_a_recipe_that_lacks_a_method_is_told_which() -> None:
         Config(Half(), NoData())
 
 
-def test_resolving_changes_nothing_and_no_two_configs_share_state() -> None:
-    one, other = compose("recipe=gpt2"), compose("recipe=gpt2")
-    before = flatten(one)
-    assert plan_of(one, CPU).config.recipe.size == "mini"
-    assert flatten(one) == flatten(other) == before
-    one.optimizer.options["eps"] = 1.0
-    assert "eps" not in other.optimizer.options
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("hardware", [CPU, H100], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("hardware", [CPU, GPU], ids=["cpu", "gpu"])
 def test_auto_becomes_numbers_that_fit_together(recipe: str, hardware: Hardware) -> None:
     plan = plan_of(compose(f"recipe={recipe}"), hardware)
     composed = plan.config
@@ -64,28 +53,6 @@ def test_who_wants_no_evaluation_is_told_how_to_have_one_alone(off: str) -> None
         compose("recipe=gpt2", "steps=5000", off)
     plan = plan_of(compose("recipe=gpt2", "steps=5000", *str(caught.value).partition(" set ")[2].split()), CPU)
     assert (plan.evaluations, plan.eval_samples, plan.evaluates(5000)) == (1, 1, True)
-
-
-def test_what_the_user_set_is_kept() -> None:
-    plan = plan_of(compose("recipe=gpt2", "steps=40", "batch_size=6", "eval_every=7", "run_name=mine", "seed=3"), CPU)
-    assert (plan.steps, plan.batching.batch_size, plan.eval_every) == (40, 6, 7)
-    assert plan.batching.micro_batch_size == 6
-    chosen = {choice.key for choice in plan.decisions}
-    assert chosen >= {"micro_batch_size", "eval_samples"}
-    assert not chosen & {"steps", "batch_size", "eval_every"}
-    assert plan.config.name == "mine"
-
-
-@pytest.mark.parametrize("batch_size", [1, 17, 100])
-def test_an_auto_microbatch_divides_any_batch(batch_size: int) -> None:
-    for hardware in (CPU, H100):
-        plan = plan_of(compose("recipe=gpt2", f"batch_size={batch_size}"), hardware)
-        assert batch_size % plan.batching.micro_batch_size == 0
-
-
-@pytest.mark.parametrize(("steps", "eval_every"), [(1, 1), (25, 25), (300, 30), (2000, 200)])
-def test_auto_evaluation_comes_ten_times_a_run_or_less_often(steps: int, eval_every: int) -> None:
-    assert plan_of(compose("recipe=bignet", f"steps={steps}"), CPU).eval_every == eval_every
 
 
 def test_flatten_names_the_choice_that_was_made() -> None:

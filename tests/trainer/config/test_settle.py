@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ import torch
 
 from recipes.data.images.arrays import Digits
 from recipes.data.images.augment import ImageAugment, Light
-from recipes.language import torch_can_chunk
-from tests.helpers import CPU, context
+from tests.helpers import CPU, GPT2, GPU, needs_chunks
 from trainer.config import settle as module
 from trainer.config.compose import compose as composed
 from trainer.config.init_from import InitFrom
@@ -24,11 +22,11 @@ from trainer.hardware import Hardware
 from trainer.parallel.world import World
 from trainer.recipe import Decision
 
-GPU = Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))
 BIGNET = ("recipe=bignet", "recipe.width=16", "recipe.layers=2", "data.samples=96")
-GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64")
 RESNET = ("recipe=resnet", "data=digits")
 LORA = (*GPT2, "recipe.lora.rank=2")
+LOGITS = 12 * 4 * 16 * 64
+"""Bytes of GPT-2's logits, log-probabilities and gradients, for a microbatch of 4 samples."""
 
 
 def compose(*overrides: str) -> Config:
@@ -44,12 +42,17 @@ class Two(World):
 TABLE: dict[str, tuple[tuple[str, ...], Hardware, dict[str, Any], dict[str, Any]]] = {
     # name: overrides, hardware, record of an earlier run; what the options become
     "the model, by the device": (("recipe=resnet", "data=digits"), CPU, {}, {"recipe.arch": "resnet18"}),
-    "the model, on a GPU": (("recipe=resnet", "data=digits"), GPU, {}, {"recipe.arch": "resnet50"}),
+    "the model, on a GPU": (("recipe=resnet", "data=digits"), GPU, {}, {"recipe.arch": "resnet50", "batch_size": 256}),
     "sizes, by the recipe": (BIGNET, CPU, {}, {"batch_size": 512, "micro_batch_size": 512}),
     "what is typed stays": ((*BIGNET, "steps=7", "batch_size=6"), CPU, {}, {"steps": 7, "batch_size": 6}),
     "the microbatch, by the batch": ((*BIGNET, "batch_size=6"), CPU, {}, {"micro_batch_size": 6}),
+    "the largest microbatch that divides": ((*GPT2, "batch_size=100"), CPU, {}, {"micro_batch_size": 10}),
+    "the microbatch of a prime batch": ((*GPT2, "batch_size=17"), CPU, {}, {"micro_batch_size": 1}),
     "steps, by the data": ((*BIGNET, "epochs=2.5", "batch_size=32"), CPU, {}, {"steps": 8, "epochs": None}),
     "evaluations, by the steps": ((*BIGNET, "steps=400"), CPU, {}, {"eval_every": 40}),
+    "evaluations of few steps": ((*BIGNET, "steps=100"), CPU, {}, {"eval_every": 25}),
+    "evaluations of fewer": ((*BIGNET, "steps=9"), CPU, {}, {"eval_every": 9}),
+    "typed evaluations stay": ((*BIGNET, "steps=40", "eval_every=7"), CPU, {}, {"eval_every": 7}),
     "evaluations, by the epochs": ((*BIGNET, "epochs=2"), CPU, {}, {"eval_every": "epoch", "eval_samples": 12}),
     "evaluated samples, by the batch": ((*BIGNET, "batch_size=2"), CPU, {}, {"eval_samples": 20}),
     "augmentation, by the data": (RESNET, CPU, {}, {"augment": "none"}),
@@ -83,14 +86,14 @@ TABLE: dict[str, tuple[tuple[str, ...], Hardware, dict[str, Any], dict[str, Any]
 @pytest.mark.parametrize("name", TABLE)
 def test_what_auto_becomes(name: str) -> None:
     overrides, hardware, recorded, expected = TABLE[name]
-    if hardware is GPU:  # no data is opened there
-        flat = flatten(plan_of(compose(*overrides), hardware, recorded=recorded).config)
-    else:
-        settled = settle(plan_of(compose(*overrides), hardware, recorded=recorded))
-        flat = flatten(settled.config)
-        automatic = {choice.key: choice.value for choice in settled.decisions}
-        assert {key: flat[key] for key in automatic if key in flat} == automatic
+    plan = plan_of(compose(*overrides), hardware, recorded=recorded)
+    if hardware is CPU:  # on the GPU no data is opened
+        plan = settle(plan)
+    flat, automatic = flatten(plan.config), {choice.key: choice.value for choice in plan.decisions}
     assert {key: flat[key] for key in expected} == expected
+    assert {key: flat[key] for key in automatic if key in flat} == automatic
+    typed = {override.partition("=")[0] for override in overrides}
+    assert not automatic.keys() & expected.keys() & typed
 
 
 def test_the_sources_options_count_as_typed_and_a_continued_run_has_those_of_its_record() -> None:
@@ -122,12 +125,12 @@ def test_the_microbatches_of_all_ranks_make_the_batch() -> None:
     assert refused.value.shared
 
 
-@pytest.mark.skipif(not torch_can_chunk(), reason="this torch has no chunked linear_cross_entropy")
+@needs_chunks
 @pytest.mark.parametrize(
     ("hardware", "typed", "recorded", "free", "chunked"),
     [
-        (GPU, "auto", {}, 12 * 4 * 16 * 64, False),
-        (GPU, "auto", {}, 12 * 4 * 16 * 64 - 1, True),
+        (GPU, "auto", {}, LOGITS, False),
+        (GPU, "auto", {}, LOGITS - 1, True),
         (GPU, "false", {}, 0, False),
         (CPU, "auto", {}, 0, False),
         (CPU, "auto", {"recipe.chunked_loss": True}, 2**40, True),
@@ -135,13 +138,14 @@ def test_the_microbatches_of_all_ranks_make_the_batch() -> None:
     ],
 )
 def test_the_loss_is_in_chunks_by_the_free_memory_or_as_at_the_start_of_the_run(
-    hardware: Hardware, typed: str, recorded: dict[str, Any], free: int, chunked: bool
+    hardware: Hardware, typed: str, recorded: dict[str, Any], free: int, chunked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = compose(*GPT2, f"recipe.chunked_loss={typed}")
-    first, _ = config.recipe.resolve(context(config.data, hardware, recorded=recorded))
-    known = {"datasets": SimpleNamespace(vocabulary=64), "micro_batch_size": 4, "free_bytes": free}
-    recipe: Any = first.resolve(context(config.data, hardware, recorded=recorded, **known))[0]
-    assert recipe.chunked_loss is chunked
+    monkeypatch.setattr(module, "available_bytes", lambda device: free)
+    config = compose(*GPT2, "batch_size=8", "micro_batch_size=4", f"recipe.chunked_loss={typed}")
+    settled = settle(plan_of(config, hardware, recorded=recorded))
+    assert flatten(settled.config)["recipe.chunked_loss"] is chunked
+    shown = [choice.value for choice in settled.decisions if choice.key == "recipe.chunked_loss"]
+    assert shown == [True] * (chunked and not recorded)
 
 
 def test_settling_opens_the_data_once_and_changes_no_config(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,13 +164,6 @@ def test_settling_opens_the_data_once_and_changes_no_config(monkeypatch: pytest.
     again = settle(plan_of(settled.config, CPU, datasets=settled.datasets))  # what is settled stays so
     assert flatten(again.config) == flatten(settled.config)
     assert (len(opened), again.decisions) == (1, ())
-
-
-def test_what_is_read_as_something_else_is_not_augmented() -> None:
-    with pytest.raises(UserError, match="augment=imagenet has no effect: this recipe reads no images"):
-        settle(plan_of(compose(*GPT2, "augment=imagenet"), CPU))
-    with pytest.raises(UserError, match="augment=light has no effect: data=text has no images"):
-        compose("recipe=gpt2", "data=text", f"data.path={__file__}", "augment=light")
 
 
 def test_a_forecast_is_that_of_one_rank_without_compilation() -> None:

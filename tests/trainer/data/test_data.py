@@ -98,13 +98,6 @@ def test_workers_change_no_sample() -> None:
     assert flat(stream(PinnedLoader(2), Batching(4, 2), count=40)) == flat(stream(Loader(0), Batching(4, 2), count=40))
 
 
-@pytest.mark.parametrize("first", [1, 4, 8])
-def test_starting_at_a_step_gives_the_tail_of_starting_at_the_first(first: int) -> None:
-    batching = Batching(6, 3)
-    whole = stream(Loader(0), batching, 0, 9)
-    assert flat(stream(Loader(0), batching, first, 9 - first)) == flat(whole[first:])
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_of_a_dataset_is_raised_unchanged_and_workers_end(workers: int) -> None:
     """Not when Python next looks for cycles, where each would be waited for in vain."""
@@ -148,16 +141,6 @@ def test_on_device_loader_repeats_the_first_step() -> None:
     assert all(flat([step]) == first for step in steps)
 
 
-def workers(loader: Loader, decodes: bool, cores: int = 2) -> int | str:
-    datasets = SimpleNamespace(decodes=decodes)
-    return loader.resolve(context(DataSource(), replace(CPU, cpu_cores=cores), datasets=datasets))[0].workers
-
-
-def test_auto_workers_are_for_data_that_decodes() -> None:
-    assert workers(Loader(), decodes=False) == 0
-    assert workers(Loader(3), decodes=False) == 3
-
-
 @pytest.mark.parametrize(
     ("cores", "ranks", "expected"),
     [(1, 1, 1), (2, 1, 2), (4, 1, 4), (16, 1, 14), (64, 1, 16), (16, 2, 6), (64, 8, 6), (4, 8, 1)],
@@ -165,8 +148,10 @@ def test_auto_workers_are_for_data_that_decodes() -> None:
 def test_auto_workers_leave_cores_to_the_thread_that_launches_kernels_and_to_the_other_ranks(
     cores: int, ranks: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Data that are arrays need none: tests/trainer/config/test_settle.py."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert workers(Loader(), decodes=True, cores=cores) == expected
+    opened = context(DataSource(), replace(CPU, cpu_cores=cores), datasets=SimpleNamespace(decodes=True))
+    assert Loader().resolve(opened)[0].workers == expected
 
 
 def test_evaluation_samples_are_spread_evenly_in_order_and_never_augmented() -> None:

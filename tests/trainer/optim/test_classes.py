@@ -6,22 +6,18 @@ import copy
 import inspect
 import itertools
 import sys
-from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import fit, same_bits, trainer_of
+from tests.helpers import GPT2, Operators, fit, same_bits, trainer_of
 from trainer.errors import UserError
 from trainer.optim import muon as muon_module
 from trainer.optim.muon import Muon
 from trainer.optim.optimizer import Optimizer
 
-GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64", "batch_size=4")
 Groups = tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]
 """Hidden matrices, other decayed parameters, the rest."""
 
@@ -120,18 +116,6 @@ def test_muon_iterates_in_fp32_where_the_cpu_emulates_bf16(
     assert torch.equal(weight.grad, gradient)
 
 
-class Operators(TorchDispatchMode):
-    """Counts what is called, which on a GPU are launches and waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func.overloadpacket.__name__] += not func.is_view
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_given_a_flag_muon_stacks_equal_shapes_to_the_same_bits_and_waits_for_nothing(dtype: torch.dtype) -> None:
     """As on a GPU, where the update hands over the flag, and the scale of 16-bit gradients."""
@@ -154,7 +138,7 @@ def test_given_a_flag_muon_stacks_equal_shapes_to_the_same_bits_and_waits_for_no
             with Operators() as seen:
                 if flagged or not bad:
                     optimizer.step()
-        results.append((seen.calls, weights, [optimizer.state[weight] for weight in weights]))
+        results.append((seen.count, weights, [optimizer.state[weight] for weight in weights]))
     (stacked, *flagged_state), (one_by_one, *state) = results
     assert same_bits(flagged_state, state)
     assert stacked.keys().isdisjoint({"_local_scalar_dense", "item", "nonzero"})

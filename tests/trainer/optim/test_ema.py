@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.helpers import copied, fit, same_bits, trainer_of
+from tests.helpers import BIGNET, GPT2, copied, fit, same_bits, trainer_of
 
-TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "data.samples=64", "batch_size=8", "micro_batch_size=4",
-        "eval_samples=16", "steps=8", "optimizer.lr=0.1", "ema=default"]  # fmt: skip
+TINY = (*BIGNET, "micro_batch_size=2", "eval_samples=16", "steps=8", "optimizer.lr=0.1", "ema=default")
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16_pure", "bf16_master"])
@@ -53,8 +52,7 @@ def test_batch_norms_statistics_are_averaged_and_its_count_is_not() -> None:
 
 
 def test_a_weight_under_two_names_has_one_average() -> None:
-    gpt2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=8", "data=synthetic", "data.vocab_size=50")
-    trainer = trainer_of(*gpt2, "batch_size=4", "steps=2", "ema=default")
+    trainer = trainer_of(*GPT2, "steps=2", "ema=default")
     fit(trainer, 1)
     state, own = trainer.average.state_of_model() or {}, trainer.model.state_dict()
     one, other = [name for name, each in own.items() if each.data_ptr() == own["gpt2.lm_head.weight"].data_ptr()]

@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import fit, trainer_of
+from tests.helpers import BIGNET, GPT2, fit, trainer_of
 from trainer.errors import UserError
 from trainer.optim.groups import LR_FACTOR
 from trainer.optim.optimizer import Optimizer
 from trainer.trainer import Trainer
 
-GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64")
-BIGNET = ("recipe=bignet", "recipe.width=8", "recipe.layers=8", "data.samples=64", "batch_size=8")
+EIGHT_LAYERS = (*BIGNET, "recipe.layers=8")
 
 
 def of_parameters(trainer: Trainer, key: str) -> dict[str, Any]:
@@ -71,7 +70,7 @@ def test_layer_decay_counts_blocks_from_the_head_down(recipe: tuple[str, ...], e
 
 
 def test_the_schedule_multiplies_every_groups_rate_and_the_highest_is_logged() -> None:
-    line = (*BIGNET, "optimizer.groups={0.?: {lr: 0.25}, bias: {lr: 2}}", "optimizer.lr=0.5", "steps=4")
+    line = (*EIGHT_LAYERS, "optimizer.groups={0.?: {lr: 0.25}, bias: {lr: 2}}", "optimizer.lr=0.5", "steps=4")
     trainer = trainer_of(*line, "schedule=linear", "schedule.warmup_steps=2", "optimizer=sgd")
     assert [record.lr for record in fit(trainer)] == [0.5, 1.0, 1.0, 0.5]  # twice optimizer.lr times the factor
     rates = of_parameters(trainer, "lr")
@@ -94,6 +93,6 @@ def test_patterns_that_cannot_be_meant_are_refused(optimizer: Optimizer, message
 
 def test_a_pattern_of_what_is_frozen_is_refused_and_a_part_of_it_is_not() -> None:
     with pytest.raises(UserError, match=r"all that '0.\?' matches is frozen"):
-        trainer_of(*BIGNET, "freeze=['0.?']", "optimizer.groups={0.?: {lr: 2}}")
-    trainer = trainer_of(*BIGNET, "freeze=['0.?']", "optimizer.groups={bias: {lr: 2}}")
+        trainer_of(*EIGHT_LAYERS, "freeze=['0.?']", "optimizer.groups={0.?: {lr: 2}}")
+    trainer = trainer_of(*EIGHT_LAYERS, "freeze=['0.?']", "optimizer.groups={bias: {lr: 2}}")
     assert len([factor for factor in of_parameters(trainer, LR_FACTOR).values() if factor == 2]) == 4

@@ -10,16 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import mantissa
-from tests.helpers import compose, fit, same_bits, trainer_of
+from tests.helpers import BIGNET, compose, fit, same_bits, trainer_of
 from trainer.errors import UserError
 from trainer.optim import low_state
 from trainer.optim.low_state import AdamWBf16
 from trainer.optim.optimizer import Optimizer
-from trainer.run.forecast import forecast
 
 CPU = torch.device("cpu")
 BF16 = "optimizer.state=bf16"
-BIGNET = ("recipe=bignet", "recipe.width=24", "recipe.layers=3", "data.samples=32", "batch_size=8", "steps=6")
 
 
 def steps(weight: nn.Parameter, optimizer: torch.optim.Optimizer, count: int, size: float = 1.0) -> list[Tensor]:
@@ -47,6 +45,7 @@ def test_steps_are_adamws_in_fp64_on_moments_rounded_to_bf16(
     weight = nn.Parameter(first.to(memory_format=layout))
     expected = weight.detach().double()
     optimizer = optimizer_of(weight, fused, betas=[0.9, 0.95], eps=1e-6)
+    optimizer.param_groups[0] |= {"lr": 2e-2, "weight_decay": 0.3}  # of the group, as rules and schedules set them
     mean = square = torch.zeros_like(expected)
     for number, gradient in enumerate(steps(weight, optimizer_of(nn.Parameter(weight.detach().clone())), 5), 1):
         weight.grad = gradient.to(memory_format=layout)
@@ -54,8 +53,8 @@ def test_steps_are_adamws_in_fp64_on_moments_rounded_to_bf16(
         state = optimizer.state[weight]
         mean = 0.9 * mean + 0.1 * gradient.double()
         square = 0.95 * square + 0.05 * gradient.double() ** 2
-        expected = expected * (1 - 1e-2 * 0.1)
-        expected -= 1e-2 * mean / (1 - 0.9**number) / ((square / (1 - 0.95**number)).sqrt() + 1e-6)
+        expected = expected * (1 - 2e-2 * 0.3)
+        expected -= 2e-2 * mean / (1 - 0.9**number) / ((square / (1 - 0.95**number)).sqrt() + 1e-6)
         assert torch.allclose(weight.detach().double(), expected, rtol=1e-6, atol=1e-7)
         assert state["step"].item() == number
         # Nearest, but where fp32 ends on the other side of a middle; and one of the two neighbours.
@@ -77,31 +76,17 @@ def test_the_second_moment_follows_gradients_that_become_smaller() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_master", "bf16_sr"])
-def test_a_run_has_half_the_state_and_is_forecast_so(precision: str) -> None:
-    line = (*BIGNET, f"precision={precision}", "device=cpu", "micro_batch_size=8")
-    trainer = trainer_of(*line, BF16)
+def test_a_run_has_half_the_state(precision: str) -> None:
+    trainer = trainer_of(*BIGNET, f"precision={precision}", "steps=4", BF16)
     fit(trainer, 2)
     held = [each for state in trainer.optimizer.state.values() for key, each in state.items() if key != "step"]
-    weights = sum(parameter.numel() for parameter in trainer.model.parameters())
     assert {each.dtype for each in held} == {torch.bfloat16}
-    assert sum(each.nbytes for each in held) == 4 * weights
-    narrow, wide = (forecast(compose(*line, *more)).at_peak["optimizer"] for more in ((BF16,), ()))
-    assert wide - narrow == 4 * weights
-
-
-def test_groups_and_layer_decay_apply() -> None:
-    rules = ("optimizer.groups={0.0.*:{lr:3},bias:{lr:0.5}}", "schedule=constant", "optimizer.weight_decay=0.3")
-    wide, narrow = (trainer_of(*BIGNET, *rules, *more) for more in ((), (BF16,)))
-    first = [each.detach().clone() for each in wide.model.parameters()]
-    fit(wide)
-    fit(narrow)
-    for old, one, other in zip(first, wide.model.parameters(), narrow.model.parameters(), strict=True):
-        assert (one - other).norm() < 0.02 * (one - old).norm()
+    assert sum(each.nbytes for each in held) == 4 * sum(each.numel() for each in trainer.model.parameters())
 
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
     """Also where the kernel gets the flag, as on CUDA."""
-    trainer = trainer_of(*BIGNET, "precision=fp16", "scaler.init=1024", BF16)
+    trainer = trainer_of(*BIGNET, "steps=4", "precision=fp16", "scaler.init=1024", BF16)
     fit(trainer, 2)
     for takes_flag in (False, True):
         trainer.update._takes_flag = takes_flag
@@ -117,7 +102,6 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     [
         ("optimizer.state=int4", "optimizer.state=int4 is unknown; use optimizer.state=auto|bf16"),
         ("precision=bf16_pure", "but precision=bf16_pure has 16-bit state already; remove it"),
-        ("optimizer=sgd", "optimizer.state=bf16 is for AdamW, not for SGD; remove it, or use optimizer=adamw"),
         ("optimizer.options.amsgrad=true", "optimizer.options.amsgrad has no effect with optimizer.state=bf16; remove"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from mantissa.formats import FORMATS
 from mantissa.step.ledger import MemoryLedger
@@ -163,14 +164,17 @@ def test_what_holds_an_islands_tensors_keeps_its_type() -> None:
 
     class Island(nn.Module):
         def forward(self, x: Tensor) -> tuple[Any, ...]:
-            return Output(x, (x, x)), OrderedDict(a=x), defaultdict(list, b=[x])
+            return Output(x, (x, x)), OrderedDict(a=x), defaultdict(list, b=[x]), BaseModelOutput(x)
 
     net = nn.ModuleDict({"island": Island(), "linear": nn.Linear(2, 2)})
     Precision("bf16_pure", ["island"]).convert(net, CPU)
-    output, ordered, default = net["island"](torch.ones(2, dtype=BF16))
+    output, ordered, default, of_transformers = net["island"](torch.ones(2, dtype=BF16))
     assert (type(output), output.hidden.dtype, output.others[1].dtype, output.count) == (Output, BF16, BF16, 3)
     assert (type(ordered), ordered["a"].dtype) == (OrderedDict, BF16)
     assert (type(default), default["b"][0].dtype, default["new"]) == (defaultdict, BF16, [])
+    hidden = of_transformers.last_hidden_state  # it is a dict, a dataclass and can be indexed
+    assert (type(of_transformers), hidden.dtype) == (BaseModelOutput, BF16)
+    assert hidden is of_transformers[0] is of_transformers["last_hidden_state"]
 
 
 def test_a_skipped_step_does_not_round_the_weights_again() -> None:

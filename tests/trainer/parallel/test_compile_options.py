@@ -12,7 +12,7 @@ from torch._functorch import config as functorch
 from torch.torch_version import TorchVersion
 
 from mantissa.doctor import compiled as doctor
-from tests.helpers import trainer_of
+from tests.helpers import GPT2, trainer_of
 from trainer.parallel.compile import Compile
 from trainer.precision.modes import Precision
 
@@ -105,9 +105,8 @@ def test_evaluation_compiles_one_graph_whatever_its_sizes(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("mantissa.step.compile.compile_in_place", compile_in_place)
     torch._dynamo.reset()
-    text = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64")
-    sizes = ("batch_size=4", "micro_batch_size=4", "eval_samples=10", "steps=4")
-    trainer, eager = (trainer_of(*text, *sizes, f"compile={mode}") for mode in ("default", "off"))
+    sizes = ("micro_batch_size=4", "eval_samples=10", "steps=4")
+    trainer, eager = (trainer_of(*GPT2, *sizes, f"compile={mode}") for mode in ("default", "off"))
     trainer.metric_names()  # one sample
     scores = []
     for each in (trainer, eager):

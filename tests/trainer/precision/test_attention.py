@@ -9,12 +9,10 @@ import torch
 
 from mantissa.step.trace import DtypeRecorder
 from mantissa.tensors import random_state
-from tests.helpers import copied, same_bits, trainer_of
+from tests.helpers import GPT2, copied, same_bits, trainer_of
 from trainer.profiling.flops import ModelFlops
 
-GPT2 = ("recipe=gpt2", "recipe.context=32", "data=synthetic", "data.vocab_size=64", "batch_size=4", "steps=4")
-BERT = ("recipe=bert", "recipe.context=64", "data=synthetic", "data.vocab_size=64", "batch_size=4", "steps=4")
-T5 = ("recipe=t5", "recipe.context=64", "data=synthetic", "data.vocab_size=64", "batch_size=4", "steps=4")
+BERT, T5 = (("recipe=bert", *GPT2[1:]), ("recipe=t5", *GPT2[1:]))
 RESNET = ("recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=32", "data=synthetic", "data.classes=4")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -51,10 +50,6 @@ def assert_product(found: Tensor, one: ocp.Array, other: ocp.Array, roundings: i
     of_result = (1 + 2.0**-8) ** roundings * (1 + unit) ** 2 - 1
     assert found.dtype == torch.bfloat16
     assert (np.abs(exact(found) - result) <= of_sum + of_result * (np.abs(result) + of_sum)).all()
-
-
-def relative_error(found: ocp.Array, reference: ocp.Array) -> float:
-    return float(np.linalg.norm(found - reference) / np.linalg.norm(reference))
 
 
 def trained(product: Product, x: Tensor, weight: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,6 +135,7 @@ def test_nvfp4_multiplies_what_the_recipe_says(calls: list[Call]) -> None:
     for turned, original in ((turned_gradients.values, c.T), (turned_inputs.values, a.T)):
         lengths = [np.linalg.norm(each.reshape(-1, 16), axis=1) for each in (turned, original)]
         assert np.allclose(*lengths, rtol=1e-6)  # an orthogonal matrix turns each 16 numbers along the rows
+    assert np.allclose(turned_gradients.values @ turned_inputs.values.T, c.T @ a, rtol=1e-4)  # the same in both
 
 
 def test_the_transform_spreads_a_number_and_is_undone_by_itself() -> None:
@@ -151,29 +147,3 @@ def test_the_transform_spreads_a_number_and_is_undone_by_itself() -> None:
     assert np.abs(equal).max() <= 2  # 4 where all signs are the same
     blocks = exact(nvfp4._transformed(torch.eye(48)))
     assert np.array_equal(blocks, np.kron(np.eye(3), matrix))
-
-
-# --- both, as a whole ---
-
-
-def test_errors_are_those_of_the_formats(mxfp8_product: Product) -> None:
-    """Of normal numbers: the error of a product is that of both operands together, to 10 %; more is a defect.
-
-    Rounding to nearest is off by a step / sqrt(12), stochastic rounding by a step / sqrt(6).
-    """
-    x, weight, upstream = drawn(0)
-    a, b, c = exact(x), exact(weight), exact(upstream)
-    fine, coarse, square = (relative_error(rounded, a) for rounded in (mxfp8(a), nvfp4_values(a), nvfp4_values(a, 16)))
-    assert 0.025 < fine < 0.028
-    assert 0.09 < coarse < 0.1
-    assert 0.1 < square < 0.12
-    torch.manual_seed(9)
-    errors = {
-        mxfp8_product: [2**0.5 * fine] * 3,
-        nvfp4.product: [math.hypot(coarse, square), math.hypot(2**0.5 * coarse, square), 3**0.5 * coarse],
-    }
-    for product, expected in errors.items():
-        found = trained(product, x, weight, upstream)
-        exact_results = (a @ b.T, c @ b, c.T @ a)
-        measured = [relative_error(exact(each), result) for each, result in zip(found, exact_results, strict=True)]
-        assert measured == pytest.approx(expected, rel=0.1)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers import trainer_of
+from tests.helpers import GPT2, trainer_of
 from trainer.run.record import observed
 from trainer.trainer import Trainer
 
-GPT2 = (
-    *("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "recipe.attention=sdpa", "data=synthetic"),
-    *("data.vocab_size=64", "batch_size=4", "steps=3"),
-)
 TYPES = ("Conv1D", "LayerNorm", "Embedding")
 
 

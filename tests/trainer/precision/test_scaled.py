@@ -10,29 +10,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from mantissa.formats import FORMATS, FP8, MXFP8, NVFP4, Number
-from tests.helpers import compose, fit, trainer_of
+from tests.helpers import CPU, GPT2, GPU, compose, fit, trainer_of
 from trainer.errors import UserError
-from trainer.hardware import EMULATED, NATIVE, Hardware
+from trainer.hardware import EMULATED
 from trainer.precision import modes, scaled
 from trainer.precision.kernels import not_timed_here
 from trainer.precision.modes import SCALINGS, Precision
 from trainer.run.forecast import forecast
 from trainer.run.record import observed
 
-CPU = Hardware(torch.device("cpu"), "plain CPU", 2**34, 2)
 SCALED = [name for name, row in FORMATS.items() if row.number.scaled]
-GPT2 = (
-    *("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
-    *("steps=4", "batch_size=4", "micro_batch_size=2"),
-)
-LLAMA = (
-    *("recipe=llama", "recipe.layers=1", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
-    *("steps=3", "batch_size=4", "micro_batch_size=2"),
-)
-
-
-def gpu(*capability: int) -> Hardware:
-    return Hardware(torch.device("cuda", 0), "GPU", 2**36, 8, capability)
+LLAMA = ("recipe=llama", *GPT2[1:], "recipe.layers=1", "steps=3", "micro_batch_size=2")
 
 
 def convert(model: nn.Module, number: Number = MXFP8, islands: list[str] | None = None) -> nn.Module:
@@ -40,16 +28,9 @@ def convert(model: nn.Module, number: Number = MXFP8, islands: list[str] | None 
     return model
 
 
-def test_hardware_multiplies_a_format_or_it_is_emulated() -> None:
-    expected = {
-        "fp8": [EMULATED, EMULATED, NATIVE, NATIVE],
-        "mxfp8": [EMULATED, EMULATED, EMULATED, NATIVE],
-        "nvfp4": [EMULATED] * 4,
-    }
-    for name, support in expected.items():
-        assert [each.support(name) for each in (CPU, gpu(8, 0), gpu(8, 9), gpu(10, 0))] == support
-    assert not_timed_here("fp8", gpu(9, 0)) is None
-    assert not_timed_here("mxfp8", gpu(9, 0)) == "emulated: quality only, no speed"
+def test_what_is_emulated_is_not_timed() -> None:
+    assert not_timed_here("fp8", GPU) is None
+    assert not_timed_here("mxfp8", GPU) == "emulated: quality only, no speed"
 
 
 def test_a_missing_torchao_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,25 +67,27 @@ def test_plain_linear_layers_in_blocks_outside_islands() -> None:
     assert scaled.converted(model) == ["island.inside"]
 
 
+def trained(mode: str, layer: nn.Module, x: torch.Tensor, rows: int) -> list[torch.Tensor]:
+    """The first ``rows`` of what a converted layer gives for x, and its gradients."""
+    product = scaled.product_of(FORMATS[mode].number, "tensorwise", native=False)
+    scaled.convert(nn.Sequential(layer), [], [], FORMATS[mode].number, product)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x).flatten(0, -2)[:rows]
+    torch.manual_seed(0)
+    y.square().sum().backward()
+    return [y.detach(), *(parameter.grad for parameter in layer.parameters())]
+
+
 @pytest.mark.parametrize("mode", SCALED)
 def test_any_number_of_rows_trains_as_with_rows_of_zeros(mode: str) -> None:
-    product = scaled.product_of(FORMATS[mode].number, "tensorwise", native=False)
-    x = torch.randn(2, 3, 32)
-    results = []
-    for rows in (x, torch.cat([x.flatten(0, 1), torch.zeros(26, 32)])):
-        torch.manual_seed(0)
-        layer = nn.Linear(32, 64)
-        scaled.convert(nn.Sequential(layer), [], [], FORMATS[mode].number, product)
-        with torch.autocast("cpu", torch.bfloat16):
-            y = layer(rows).flatten(0, -2)[:6]
-        torch.manual_seed(0)
-        y.square().sum().backward()
-        results.append((y.detach(), layer.weight.grad, layer.bias.grad))
+    layer, x = nn.Linear(32, 64), torch.randn(2, 3, 32)
+    more = torch.cat([x.flatten(0, 1), torch.zeros(26, 32)])
+    one, other = trained(mode, copy.deepcopy(layer), x, 6), trained(mode, layer, more, 6)
     if mode == "nvfp4":  # which draws for 16 rows or for 32
-        assert torch.equal(results[0][0], results[1][0])
-        assert F.cosine_similarity(results[0][1].flatten(), results[1][1].flatten(), 0) > 0.95
+        assert torch.equal(one[0], other[0])
+        assert F.cosine_similarity(one[1].flatten(), other[1].flatten(), 0) > 0.95
     else:
-        assert all(map(torch.equal, *results))
+        assert all(map(torch.equal, one, other))
 
 
 def test_outside_of_autocast_and_in_a_copy_a_layer_multiplies_by_its_own_weight() -> None:
@@ -122,20 +105,11 @@ def test_a_transposed_weight_has_the_same_product(mode: str) -> None:
     """transformers' Conv1D holds in × out."""
     from transformers.pytorch_utils import Conv1D
 
-    linear, conv = nn.Linear(64, 32), Conv1D(32, 64)
+    linear, conv, x = nn.Linear(64, 32), Conv1D(32, 64), torch.randn(3, 32, 64)
     conv.weight.data, conv.bias.data = linear.weight.data.t().clone(), linear.bias.data.clone()
-    product = scaled.product_of(FORMATS[mode].number, "tensorwise", native=False)
-    x = torch.randn(3, 32, 64)
-    results = []
-    for layer in (linear, conv):
-        scaled.convert(nn.Sequential(layer), [], [], FORMATS[mode].number, product)
-        torch.manual_seed(0)
-        with torch.autocast("cpu", torch.bfloat16):
-            y = layer(x)
-        y.square().sum().backward()
-        results.append((y.detach(), layer.weight.grad))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1].t())
+    (y, gradient, _), (other, transposed, _) = (trained(mode, layer, x, 96) for layer in (linear, conv))
+    assert torch.equal(y, other)
+    assert torch.equal(gradient, transposed.t())
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -181,7 +155,7 @@ def test_sides_that_do_not_divide_are_refused_with_the_pattern_that_keeps_them(
 def test_gpt2_trains_about_as_in_bf16_and_says_what_is_scaled(mode: str) -> None:
     losses = []
     for precision in ("bf16", mode):
-        trainer = trainer_of(*GPT2, f"precision={precision}")
+        trainer = trainer_of(*GPT2, f"precision={precision}", "steps=4", "micro_batch_size=2")
         losses.append(torch.stack([record.loss for record in fit(trainer)]))
     names = scaled.converted(trainer.model)
     assert len(names) == 16

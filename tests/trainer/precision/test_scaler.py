@@ -39,21 +39,23 @@ def own_history(config: DynamicScaler, goods: list[bool]) -> list[float]:
     return [*scales, scale.scale.item()]
 
 
-@pytest.mark.parametrize(("growth", "backoff", "interval"), [(2.0, 0.5, 3), (2.0, 0.5, 1), (1.7, 0.3, 2)])
-def test_dynamic_scale_is_grad_scalers_bit_for_bit(growth: float, backoff: float, interval: int) -> None:
-    rng = random.Random(0)
-    goods = [rng.random() < 0.8 for _ in range(150)]
-    config = DynamicScaler(init=1000.0, growth=growth, backoff=backoff, interval=interval, floor_scale=2.0**-120)
+SOME = random.Random(0).choices([True, False], [4, 1], k=150)
+"""Which of 150 steps are finite."""
+
+
+@pytest.mark.parametrize(
+    ("config", "goods"),
+    [
+        (DynamicScaler(init=1000.0, interval=3, floor_scale=2.0**-120), SOME),
+        (DynamicScaler(init=1000.0, interval=1, floor_scale=2.0**-120), SOME),
+        (DynamicScaler(init=1000.0, growth=1.7, backoff=0.3, interval=2, floor_scale=2.0**-120), SOME),
+        (DynamicScaler(init=2.0**125, interval=1), [True] * 6),  # it never reaches infinity
+    ],
+)
+def test_dynamic_scale_is_grad_scalers_bit_for_bit(config: DynamicScaler, goods: list[bool]) -> None:
     own = own_history(config, goods)
     assert own == grad_scaler_history(config, goods)
-    assert len(set(own)) > 5
-
-
-def test_growth_never_reaches_infinity() -> None:
-    config = DynamicScaler(init=2.0**125, interval=1)
-    own = own_history(config, [True] * 6)
-    assert own == [2.0**125, 2.0**126, 2.0**127, 2.0**127, 2.0**127, 2.0**127, 2.0**127]
-    assert own == grad_scaler_history(config, [True] * 6)
+    assert len(set(own)) >= 3
 
 
 def test_scale_stops_at_the_floor() -> None:
@@ -79,7 +81,7 @@ def test_auto_scales_fp16_only() -> None:
     assert StaticScaler(scale=8.0).build(FORMATS["fp16"], CPU).scale == 8
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16_sr", "fp16", "fp16_pure"])
+@pytest.mark.parametrize("mode", ["fp32", "bf16_sr", "fp16", "fp16_pure", "fp8"])
 def test_contradictions_are_refused_unless_forced(mode: str) -> None:
     fits = (DynamicScaler, StaticScaler) if mode.startswith("fp16") else (Scaler,)
     AutoScaler().check(FORMATS[mode])

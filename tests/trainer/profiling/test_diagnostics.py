@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mantissa.formats import FORMATS
 from mantissa.step.updates import SAMPLE, Counts, UpdateMeter
-from tests.helpers import NoData, SmallConvNet, compose, same_bits
+from tests.helpers import BIGNET, NoData, SmallConvNet, compose, same_bits
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.optim.masters import masters_of
@@ -27,7 +27,6 @@ from trainer.profiling.diagnostics import Numerics
 from trainer.run.start import train
 
 CPU = torch.device("cpu")
-TINY = ("recipe=bignet", "recipe.width=8", "recipe.layers=1", "data.samples=32", "batch_size=8", "profiler=none")
 
 
 class Net(nn.Module):
@@ -220,8 +219,15 @@ def test_warnings_name_the_parameters_once(caplog: pytest.LogCaptureFixture) -> 
 
 def run(folder: Path, log_every: int) -> dict[int, dict[str, float]]:
     options = ("precision=fp16", "scaler.init=0.01", "diagnostics=numerics", "diagnostics.every=3", "steps=10")
-    own = ("checkpoint=none", "tracking=local", f"log_every={log_every}", f"output_dir={folder}", "run_name=run")
-    train(compose(*TINY, *options, *own, "device=cpu"))
+    own = (
+        "profiler=none",
+        "checkpoint=none",
+        "tracking=local",
+        f"log_every={log_every}",
+        f"output_dir={folder}",
+        "run_name=run",
+    )
+    train(compose(*BIGNET, *options, *own, "device=cpu"))
     found: dict[int, dict[str, float]] = {}
     for line in map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines()):
         if numbers := {key: value for key, value in line.items() if key.startswith("numerics/")}:

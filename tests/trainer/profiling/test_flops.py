@@ -14,17 +14,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from recipes.language import torch_can_chunk
-from tests.helpers import trainer_of
+from tests.helpers import GPT2, needs_chunks, trainer_of
 from trainer.profiling import utilisation
 from trainer.profiling.flops import ModelFlops
 from trainer.profiling.utilisation import Utilisation, data_sheet
 from trainer.run.record import observed
 
-GPT2 = (
-    *("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "recipe.attention=sdpa", "data=synthetic"),
-    *("data.vocab_size=64", "batch_size=8", "steps=2"),
-)
 LAYERS, WIDTH, CONTEXT, VOCABULARY = 4, 128, 16, 64
 PRODUCTS = 12 * LAYERS * WIDTH**2 + VOCABULARY * WIDTH
 """Weights of GPT-2's products: attention's four, the two of the MLP, the output layer."""
@@ -110,10 +105,7 @@ def test_a_function_with_its_own_backward_counts() -> None:
         ("compile=default",),
         ("precision=bf16_master", "ema=default"),
         ("precision=nvfp4",),
-        pytest.param(
-            ("recipe.chunked_loss=true", "data.vocab_size=40"),  # padded to 64
-            marks=pytest.mark.skipif(not torch_can_chunk(), reason="this torch cannot compute the loss in chunks"),
-        ),
+        pytest.param(("recipe.chunked_loss=true", "data.vocab_size=40"), marks=needs_chunks),  # padded to 64
     ],
 )
 def test_gpt2_takes_6n_and_attention_whatever_the_options_of_the_training(options: tuple[str, ...]) -> None:

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from mantissa.formats import FP32, Number
+from tests.helpers import CPU
 from trainer.cache import cached
-from trainer.hardware import Hardware, detect
+from trainer.hardware import detect
 from trainer.precision import kernels
 from trainer.profiling import rates
-
-CPU = torch.device("cpu")
-PLAIN_CPU = Hardware(CPU, "an old CPU", 2**34, 2)
 
 
 @pytest.fixture
@@ -72,7 +70,7 @@ def rate_of_a_device(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], f
     monkeypatch.setattr(rates, "_ENOUGH_IN_ALL_S", 0.0)
     monkeypatch.setattr(rates, "_matmuls", matmuls)
     monkeypatch.setattr(rates.time, "perf_counter", lambda: now)
-    return rates.measure(FP32, CPU), largest
+    return rates.measure(FP32, CPU.device), largest
 
 
 def test_the_rate_counts_three_matmuls_of_the_shortest_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,15 +84,15 @@ def test_the_rate_counts_three_matmuls_of_the_shortest_time(monkeypatch: pytest.
 
 def test_the_cache_knows_what_the_rates_depend_on(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    assert rates.matmul_rates(PLAIN_CPU) == {"fp32": 0.09, "bf16": 0.0091, "fp16": 0.0009}  # the CPU has no other one
-    assert rates.matmul_rates(PLAIN_CPU, ["fp8", "fp16", "tf32"]) == {"fp16": 0.0009}
+    assert rates.matmul_rates(CPU) == {"fp32": 0.09, "bf16": 0.0091, "fp16": 0.0009}  # the CPU has no other one
+    assert rates.matmul_rates(CPU, ["fp8", "fp16", "tf32"]) == {"fp16": 0.0009}
     assert measured == ["fp32", "bf16", "fp16"]
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
-    rates.matmul_rates(PLAIN_CPU, ["fp32"])
+    rates.matmul_rates(CPU, ["fp32"])
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    rates.matmul_rates(PLAIN_CPU, ["fp32"])
-    kernels.use(torch.bfloat16, kernels.choose(torch.bfloat16, "fp32", PLAIN_CPU))  # in fp32 arithmetic
+    rates.matmul_rates(CPU, ["fp32"])
+    kernels.use(torch.bfloat16, kernels.choose(torch.bfloat16, "fp32", CPU))  # in fp32 arithmetic
     for _ in range(2):
-        rates.matmul_rates(PLAIN_CPU, ["bf16"])
+        rates.matmul_rates(CPU, ["bf16"])
     assert measured[3:] == ["fp32", "fp32", "bf16"]

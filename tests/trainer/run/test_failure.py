@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from evidence.doctor.replay import of_run
-from tests.helpers import compose, fit, same_bits, trainer_of
+from tests.helpers import BIGNET, compose, fit, same_bits, trainer_of
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import load
 from trainer.data.contract import Batch
@@ -21,11 +21,11 @@ from trainer.run.run import Run
 from trainer.run.start import train
 from trainer.trainer import StepRecord
 
-BIGNET = (
-    *("recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "micro_batch_size=2", "steps=8"),
-    *("profiler=none", "tracking=local", "device=cpu", "eval_every=8", "log_every=4", "schedule=constant"),
+RUN = (
+    *(*BIGNET, "micro_batch_size=2", "steps=8", "profiler=none", "tracking=local", "device=cpu"),
+    *("eval_every=8", "log_every=4", "schedule=constant"),
 )
-NO_CHECKPOINT = (*BIGNET, "checkpoint=none")
+NO_CHECKPOINT = (*RUN, "checkpoint=none")
 
 
 class Poisoned(Run):
@@ -99,7 +99,7 @@ def test_the_weights_before_the_step_are_saved_where_there_is_no_checkpoint(
 
 
 def test_a_run_with_a_checkpoint_saves_no_other_and_forgets_the_failure_when_it_is_resumed(tmp_path: Path) -> None:
-    every = (*BIGNET, "checkpoint.every=1")
+    every = (*RUN, "checkpoint.every=1")
     folder, failure, message = failed(tmp_path, *every)
     assert failure["step"] == 3
     assert (failure["checkpoint"], failure["generators"]) == (None, None)

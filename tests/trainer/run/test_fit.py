@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from mantissa.step.ledger import MIB, STEADY, Ledger
-from recipes.language import torch_can_chunk
-from tests.helpers import compose
+from tests.helpers import compose, needs_chunks
 from trainer.config import settle
 from trainer.config.schema import Config
 from trainer.config.settle import Plan
@@ -22,7 +21,6 @@ from trainer.recipe import Decision
 from trainer.run import fit, start
 from trainer.run.fit import USABLE, halved, needed_bytes, ran_out
 from trainer.run.forecast import forecast, required_bytes
-from trainer.run.run import Run
 
 BIGNET = ["recipe=bignet", "recipe.width=64", "recipe.layers=4", "data.samples=64", "checkpoint=none"]
 
@@ -187,43 +185,18 @@ def test_a_model_that_cannot_be_forecast_is_trained(monkeypatch: pytest.MonkeyPa
     assert (plan.batching.micro_batch_size, choice.why) == (512, "the recipe's own for a CPU")
 
 
+def test_on_a_gpu_nothing_is_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hardware, "is_gpu", True)
+    plan, _ = fitted(monkeypatch, 0.01, *BIGNET, "batch_size=64")
+    assert plan.batching.micro_batch_size == 64
+
+
 GPT2 = ["recipe=gpt2", "recipe.size=nano", "recipe.context=64", "data=synthetic", "data.vocab_size=8192"]
 LOGITS = 12 * 16 * 64 * 8192 / MIB
 """Of 16 samples: the logits, log-probabilities and gradients."""
 
 
-def start_on_a_gpu(monkeypatch: pytest.MonkeyPatch, free_mib: float, *overrides: str) -> Plan:
-    """Return the plan of a run, which a CPU in the place of a GPU begins to train."""
-
-    class Begun(Exception):
-        """Ends the run where it would build its model."""
-
-    def trainer(plan: Plan, *_: object) -> None:
-        raise Begun(plan)
-
-    monkeypatch.setattr(settle, "available_bytes", lambda device: int(free_mib * MIB))
-    monkeypatch.setattr(Hardware, "is_gpu", True)
-    monkeypatch.setattr(Run, "trainer_class", trainer)
-    with pytest.raises(Begun) as begun:
-        start.train(compose(*GPT2, "batch_size=16", "checkpoint=none", "device=cpu", *overrides))
-    plan: Plan = begun.value.args[0]
-    return plan
-
-
-def test_on_a_gpu_a_start_is_not_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = start_on_a_gpu(monkeypatch, 0.01, "recipe.chunked_loss=false")
-    assert (plan.batching.micro_batch_size, plan.config.recipe.chunked_loss) == (16, False)
-
-
-@pytest.mark.skipif(not torch_can_chunk(), reason="this torch has no chunked linear_cross_entropy")
-def test_on_a_gpu_the_loss_is_in_chunks_where_the_logits_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    for free_mib, size, chunked in ((LOGITS, 16, False), (0.99 * LOGITS, 16, True), (0.99 * LOGITS, 8, False)):
-        plan = start_on_a_gpu(monkeypatch, free_mib, f"micro_batch_size={size}")
-        assert [each.value for each in plan.decisions if each.key == "recipe.chunked_loss"] == [True] * chunked
-        assert plan.config.recipe.chunked_loss == chunked
-
-
-@pytest.mark.skipif(not torch_can_chunk(), reason="this torch has no chunked linear_cross_entropy")
+@needs_chunks
 def test_a_loss_in_chunks_avoids_the_logits() -> None:
     job = [*GPT2, "batch_size=16", "micro_batch_size=16", "checkpoint=none"]
     whole, chunked = (need_mib(*job, f"recipe.chunked_loss={form}") for form in ("false", "true"))

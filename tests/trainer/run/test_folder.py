@@ -51,8 +51,6 @@ def test_continues_with_changes_that_do_not_affect_learning(folder: RunFolder) -
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"recipe": "gpt2"}, "recipe was resnet, now gpt2"),
-        ({"precision.mode": "fp16"}, "precision.mode was bf16, now fp16"),
         ({"recipe.image_size": 64}, "recipe.image_size was auto, now 64"),  # auto is a choice like any other
         ({"loader": "synthetic-on-device"}, "loader was pinned, now synthetic-on-device"),  # repeats a single batch
         ({"checkpoint.best": "valid/top1"}, "checkpoint.best was valid/loss, now valid/top1"),

@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers import PROJECT, fit, trainer_of
+from tests.helpers import BIGNET, PROJECT, fit, trainer_of
 from trainer.run.step_metrics import STEP_METRICS
-
-BIGNET = ("recipe=bignet", "recipe.layers=2", "recipe.width=8", "data.samples=64", "batch_size=4", "eval_samples=4")
 
 
 @pytest.mark.parametrize("name", STEP_METRICS)
