@@ -242,18 +242,19 @@ def test_an_upload_that_goes_on_slowly_is_waited_for(
     assert "upload incomplete" not in caplog.text
 
 
-def test_a_refused_run_is_reported_and_gets_what_it_missed(
+def test_a_deleted_experiment_is_named_and_the_remedy_sends_what_it_missed(
     folder: Path, store: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = connect(store)
-    experiment_id = client.create_experiment("gpt2")
-    client.delete_experiment(experiment_id)
+    client.delete_experiment(client.create_experiment("gpt2"))
     with caplog.at_level(logging.INFO, "mantissa"):
         opened = open_log(folder / "run", experiment="gpt2")
         opened.append(1, {"loss": 1.0})
         wait_until(lambda: "does not accept this run yet" in caplog.text)
         assert opened.run.run_id is None
-        client.restore_experiment(experiment_id)
+        assert "its experiment 'gpt2' is deleted; set another tracking.experiment" in caplog.text
+        (command,) = {*re.findall(r"restore it with: (.*?)\)", caplog.text)}
+        subprocess.run(command.replace("python", sys.executable), shell=True, check=True)
         wait_until(lambda: opened.run.run_id)
         opened.close("FINISHED", {})
     assert points(store) == {"run": Counter([1])}
@@ -311,19 +312,6 @@ def test_a_machine_that_cannot_be_sampled_keeps_no_metrics_back(
     assert points(store) == {"run": once(1)}, "while it trains"
     opened.close("FINISHED", {})
     assert caplog.text.count("MLflow cannot sample this machine") == 1
-
-
-def test_a_deleted_experiment_is_named_and_the_remedy_helps(
-    folder: Path, store: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    tracked(folder / "first")
-    connect(store).delete_experiment(TrackedRun.read(folder / "first").experiment_id)
-    logging.getLogger("mantissa").propagate = True
-    tracked(folder / "second")
-    assert "its experiment 'e' is deleted; set another tracking.experiment" in caplog.text
-    (command,) = {*re.findall(r"restore it with: (.*?)\)", caplog.text)}
-    subprocess.run(command.replace("python", sys.executable), shell=True, check=True)
-    assert send(folder / "second").status == "sent"
 
 
 def test_a_server_that_never_answers_is_not_waited_for(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
