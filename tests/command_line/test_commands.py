@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from mantissa.display import size
 from tests.command_line.conftest import Train, only_run
@@ -106,13 +105,6 @@ def test_compile_off_and_default_agree(succeed: Train, folder: Path) -> None:
         succeed(*tiny(f"compile/{mode}"), "profiler=none", f"run_name={mode}")
     losses = [read(folder / "outputs" / mode / "summary.json")["final"]["valid/loss"] for mode in ("off", "default")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
-def test_threads_are_those_asked_for_and_the_next_run_has_its_own(succeed: Train, folder: Path) -> None:
-    before = torch.get_num_threads()
-    succeed(*BIGNET, *SHORT, "threads=3", "profiler=none")
-    assert read(only_run(folder) / "summary.json")["hardware"]["threads"] == 3
-    assert torch.get_num_threads() == before != 3
 
 
 @pytest.mark.usefixtures("plots")
