@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.command_line.conftest import Train
+from tests.command_line.conftest import SMALLEST, Train
 from tests.helpers import CPU, same_bits, start, trainer_of
 from trainer.checkpoint.reader import load
 from trainer.config.compose import compose as composed
@@ -45,7 +45,7 @@ def same_end(*runs: str) -> bool:
 def test_a_run_that_kept_only_its_weights_is_where_another_starts_and_what_it_is_compared_with(
     succeed: Train, folder: Path
 ) -> None:
-    tiny = ("recipe=bignet", "recipe.layers=2", "recipe.width=8", "data.samples=64", *SHORT, "eval_every=1")
+    tiny = (*SMALLEST, *SHORT, "eval_every=1")
     succeed(*tiny, "run_name=light", "checkpoint.keep=0")
     assert not Path("outputs/light/checkpoints").exists()
     assert Path("outputs/light/best/model.safetensors").exists()
@@ -58,7 +58,7 @@ def test_a_run_that_kept_only_its_weights_is_where_another_starts_and_what_it_is
 
 
 def test_weights_of_another_program_start_a_recipe_of_any_kind(folder: Path) -> None:
-    tiny = ("recipe=bignet", "recipe.layers=2", "recipe.width=8", "data.samples=64", *SHORT)
+    tiny = (*SMALLEST, *SHORT)
     other = trainer_of(*tiny, "seed=7").model.state_dict()
     torch.save({"model_state_dict": {f"module.{name}": each for name, each in other.items()}}, "ckpt.pt")
     trainer = trainer_of(*tiny, "init_from=ckpt.pt")

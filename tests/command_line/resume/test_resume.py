@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests import forks
-from tests.command_line.conftest import Start, Train
+from tests.command_line.conftest import SMALLEST, Start, Train
 from tests.helpers import PROJECT
 from trainer.files import read_json_lines
 from trainer.run.run import Run
@@ -35,8 +35,7 @@ RUN = [
 ]  # fmt: skip
 NAME = "gpt2-fp32-s0"
 SMALL = [
-    "recipe=bignet", "recipe.layers=2", "recipe.width=8", "data.samples=64", "batch_size=4", "eval_samples=4",
-    "checkpoint.every=5", "log_every=3", "steps=60", "eval_every=10", "tracking=local", "profiler=none",
+    *SMALLEST, "checkpoint.every=5", "log_every=3", "steps=60", "eval_every=10", "tracking=local", "profiler=none",
     "run_name=small",
 ]  # fmt: skip
 """Where bits do not matter."""
@@ -161,30 +160,26 @@ def test_a_finished_run_is_reported_as_complete(train: Train, succeed: Train, fo
 
 
 @pytest.fixture
-def signal_at_evaluation(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Send this process a signal while it evaluates."""
+def interrupt_at_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate = Run.evaluate
 
-    def prepare(number: int) -> None:
-        evaluate = Run.evaluate
+    def interrupted(run: Run) -> Score | None:
+        signal.raise_signal(signal.SIGINT)
+        return evaluate(run)
 
-        def interrupted(run: Run) -> Score | None:
-            signal.raise_signal(number)
-            return evaluate(run)
-
-        monkeypatch.setattr(Run, "evaluate", interrupted)
-
-    return prepare
+    monkeypatch.setattr(Run, "evaluate", interrupted)
 
 
-def test_a_signal_ends_an_evaluation_without_checkpoints(train: Train, signal_at_evaluation: Any) -> None:
-    signal_at_evaluation(signal.SIGINT)
+@pytest.mark.usefixtures("interrupt_at_evaluation")
+def test_a_signal_ends_an_evaluation_without_checkpoints(train: Train) -> None:
     done = train(*RUN, "eval_every=4", "checkpoint=none")
     said = "stopped by SIGINT after step 4; nothing was saved (checkpoint=none)\n"
     assert (done.code, done.err) == (130, said)
 
 
+@pytest.mark.usefixtures("interrupt_at_evaluation")
 def test_a_second_signal_ends_the_wait_for_the_checkpoint_and_not_the_summary(
-    train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch, signal_at_evaluation: Any
+    train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     close = Run._close
 
@@ -192,7 +187,6 @@ def test_a_second_signal_ends_the_wait_for_the_checkpoint_and_not_the_summary(
         monkeypatch.setattr(run.writer, "finish", lambda: signal.raise_signal(signal.SIGINT))
         close(run, status)
 
-    signal_at_evaluation(signal.SIGINT)
     monkeypatch.setattr(Run, "_close", interrupted_again)
     done = train(*RUN, "eval_every=4")
     assert done.code == 130

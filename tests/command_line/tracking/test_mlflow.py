@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests import forks
-from tests.command_line.conftest import Train
+from tests.command_line.conftest import SMALLEST, Train
 from tests.serving import free_port
 from tests.tracked import once, open_log, points, run_id, runs, tracked
 from trainer.errors import UserError
@@ -262,8 +262,7 @@ def test_a_deleted_experiment_is_named_and_the_remedy_sends_what_it_missed(
 
 
 def test_tags_and_note_are_the_runs_own_and_the_last_count(succeed: Train, folder: Path, store: str) -> None:
-    job = ("recipe=bignet", "recipe.width=8", "recipe.layers=2", "batch_size=4", "data.samples=16", "eval_samples=4")
-    done = succeed(*job, "steps=1", "tags.team=vision", "note=first, with a comma")
+    done = succeed(*SMALLEST, "steps=1", "tags.team=vision", "note=first, with a comma")
     assert "\n  tags       team=vision\n  note       first, with a comma\n" in done.out
     path = folder / "outputs" / "bignet-fp32-s0"
     summary = json.loads((path / "summary.json").read_text())
@@ -347,7 +346,7 @@ def test_mlflows_variables_are_honoured_or_said(
 ) -> None:
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "from outside")
     monkeypatch.setenv("MLFLOW_RUN_ID", "0" * 32)
-    done = train(*["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "steps=1", "data.samples=64"])
+    done = train(*SMALLEST, "steps=1")
     assert done.code == 0, done.err
     assert "MLFLOW_RUN_ID is ignored: each run has its own" in done.out
     assert TrackedRun.read(folder / "outputs/bignet-fp32-s0").experiment == "from outside"

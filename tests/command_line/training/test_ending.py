@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from recipes.bignet import BigNet
 from recipes.data.images.folder import ImageFolder
-from tests.command_line.conftest import Train, only_run
+from tests.command_line.conftest import BIGNET, Train, only_run
 from tests.helpers import CPU, compose, same_bits, trainer_of
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import Checkpoint
@@ -25,7 +25,7 @@ from trainer.data.loader import DataOrder
 from trainer.tracking.results import summary_lines
 from trainer.trainer import Trainer
 
-TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "micro_batch_size=2", "eval_samples=8",
+TINY = [*BIGNET, "batch_size=4", "micro_batch_size=2", "eval_samples=8",
         "tracking=local", "profiler=none", "eval_every=2"]  # fmt: skip
 IMAGES = ["recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "data=imagefolder", "data.path=digits",
           "recipe.image_size=8", "batch_size=4", "eval_samples=8", "tracking=local",
@@ -99,7 +99,7 @@ def test_the_best_checkpoint_is_that_of_the_chosen_metric(succeed: Train, folder
 
 
 def test_one_batch_must_be_learnt(train: Train, succeed: Train, folder: Path) -> None:
-    small = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "profiler=none"]
+    small = [*BIGNET, "profiler=none"]
     learnt = succeed(*small, "debug=overfit", "batch_size=2", "steps=60", "optimizer.lr=0.03")
     assert "debug=overfit: passed, the loss of one batch fell from " in learnt.out
     assert not (folder / "outputs" / "bignet-fp32-s0" / "checkpoints").exists()
