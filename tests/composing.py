@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hydra._internal import config_loader_impl, defaults_list
+from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.defaults_list import DefaultsList
-from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
@@ -26,7 +25,7 @@ FILES = ("file", "pkg")
 
 
 def compose_quickly() -> None:
-    """From now on, read Hydra's own configs and the project's conf/ once, and compose once to start a run."""
+    """From now on, read Hydra's own configs and the project's conf/ once, and merge the same of them once."""
     # Hydra imports the modules of its plugins again, so the classes it uses are not those that `import` gives.
     for source in Plugins.instance().discover(ConfigSource):
         if source.scheme() in FILES:
@@ -37,8 +36,6 @@ def compose_quickly() -> None:
         ConfigLoaderImpl._compose_config_from_defaults_list
     )
     config_loader_impl.create_defaults_list = _listed_once(config_loader_impl.create_defaults_list)
-    Hydra.get_mode = _mode(Hydra.get_mode)  # type: ignore[method-assign]
-    defaults_list._create_interpolation_map = _where_used(defaults_list._create_interpolation_map)
 
 
 def _remembered(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,20 +100,3 @@ def _schemas(stored: Any) -> Any:
     if isinstance(stored, dict):
         return {name: _schemas(value) for name, value in stored.items() if not name.startswith("recorded")}
     return id(stored.node)
-
-
-def _mode(get_mode: Callable[..., Any]) -> Callable[..., Any]:
-    def mode(hydra: Hydra, config_name: str | None, overrides: list[str]) -> Any:
-        # It composes the whole config a first time, only to find out whether somebody set hydra.mode.
-        return get_mode(hydra, config_name, overrides) if any("hydra" in each for each in overrides) else None
-
-    return mode
-
-
-def _where_used(create: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
-    def create_where_used(overrides: Any, defaults: list[Any], self_added: bool) -> DictConfig:
-        # What the names in a defaults list can refer to is put together for each file, also where none refers.
-        names = [*defaults, *overrides.known_choices.values()]
-        return create(overrides, defaults, self_added) if "${" in str(names) else DictConfig({})
-
-    return create_where_used

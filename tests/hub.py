@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 LARGE = 1024
-"""Files of so many bytes are in large-file storage: the hub redirects to them."""
+"""Bytes of an answer in the middle of which the hub can go away."""
 _API = re.compile(r"/api/(models|datasets)/(.+?)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?$")
 _RESOLVE = re.compile(r"/(datasets/)?(.+?)/resolve/([^/]+)/(.+)$")
 
@@ -49,21 +49,16 @@ class Hub:
     datasets: dict[str, Repository] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     """Method and path of each request."""
-    breaks: int = 0
-    """So many downloads of large files end half way."""
+    sent: list[str] = field(default_factory=list)
+    """Files that were downloaded."""
     dies: bool = False
-    """Whether the next of them is the last that is answered."""
+    """Whether the next large file is sent by half, and nothing is answered after it."""
     port: int = 0
 
     @property
     def address(self) -> str:
         """What ``HF_ENDPOINT`` is set to."""
         return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def storage(self) -> str:
-        """Where large files are: another host, as of the real hub."""
-        return f"http://localhost:{self.port}/storage"
 
     def add_model(self, name: str, folder: Path, **answer: object) -> Repository:
         """Serve the files of a folder as a model."""
@@ -123,8 +118,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _route(self, wanted: list[str]) -> None:
         path = urlsplit(self.path).path
         self.hub.asked.append(f"{self.command} {unquote(path)}")
-        if path.startswith("/storage/"):
-            return self._storage(path.removeprefix("/storage/"))
         if found := _API.match(path):
             kind, name, what, revision, below = _unquoted(found)
             repository = (self.hub.models if kind == "models" else self.hub.datasets).get(name)
@@ -181,24 +174,14 @@ class _Handler(BaseHTTPRequestHandler):
         if content is None:
             return self._answer(404, headers | {"X-Error-Code": "EntryNotFound"})
         headers |= {"ETag": f'"{_etag(content)}"', "Accept-Ranges": "bytes"}
-        if len(content) < LARGE:
-            return self._answer(200, headers, content)
-        headers |= {"X-Linked-Etag": headers["ETag"], "X-Linked-Size": str(len(content))}
-        return self._answer(302, headers | {"Location": f"{self.hub.storage}/{_etag(content)}"})
-
-    def _storage(self, digest: str) -> None:
-        stored = {
-            _etag(content): content
-            for repository in (*self.hub.models.values(), *self.hub.datasets.values())
-            for content in repository.files.values()
-        }
-        content = stored[digest]
-        status, headers, start = 200, {}, 0
-        if wanted := re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            start, stop = int(wanted[1]), int(wanted[2] or len(content) - 1) + 1
-            headers = {"Content-Range": f"bytes {start}-{stop - 1}/{len(content)}"}
-            status, content = 206, content[start:stop]
-        self._answer(status, headers, content)
+        if self.command == "GET":
+            self.hub.sent.append(file)
+        status = 200
+        if wanted := re.match(r"bytes=(\d+)-$", self.headers.get("Range", "")):  # the rest of one that was sent by half
+            start, size = int(wanted[1]), len(content)
+            headers["Content-Range"] = f"bytes {start}-{size - 1}/{size}"
+            status, content = 206, content[start:]
+        return self._answer(status, headers, content)
 
     def _json(self, value: object, repository: Repository) -> None:
         headers = {"Content-Type": "application/json", "X-Repo-Commit": repository.commit}
@@ -212,12 +195,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        if len(body) >= LARGE and (self.hub.breaks or self.hub.dies):
+        if len(body) >= LARGE and self.hub.dies:
             self.wfile.write(body[: len(body) // 2])
-            if self.hub.dies:
-                self.server.socket.close()
-            self.hub.breaks, self.hub.dies = max(0, self.hub.breaks - 1), False
-            self.close_connection = True
+            self.server.socket.close()
+            self.hub.dies, self.close_connection = False, True
             return
         self.wfile.write(body)
 
@@ -232,7 +213,4 @@ def _etag(content: bytes) -> str:
 
 
 def _entry(path: str, content: bytes) -> dict[str, object]:
-    entry: dict[str, object] = {"type": "file", "oid": _etag(content)[:40], "size": len(content), "path": path}
-    if len(content) >= LARGE:
-        entry["lfs"] = {"oid": _etag(content), "size": len(content), "pointerSize": 130}
-    return entry
+    return {"type": "file", "oid": _etag(content)[:40], "size": len(content), "path": path}

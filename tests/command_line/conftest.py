@@ -30,6 +30,10 @@ class Result:
     err: str
 
 
+BIGNET = ("recipe=bignet", "recipe.layers=2", "recipe.width=8")
+"""The smallest model."""
+SMALLEST = (*BIGNET, "batch_size=4", "data.samples=64", "eval_samples=4")
+"""The smallest job, but for its steps."""
 Train = Callable[..., Result]
 Start = Callable[..., "subprocess.Popen[str]"]
 

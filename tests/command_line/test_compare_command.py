@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 
 from evidence.comparison.command import main
-from tests.command_line.conftest import Result, Start
+from tests.command_line.conftest import SMALLEST, Result, Start
 from tests.helpers import PROJECT
 from trainer.tracking.store import VIEW_TAG, connect
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 
 SCRIPT = PROJECT / "scripts" / "compare.py"
-TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "data.samples=64", "eval_samples=4"]
 COMMAND = [
-    *(*TINY, "steps=12", "log_every=3", "eval_every=3", "tracking.system_metrics=false"),
+    *(*SMALLEST, "steps=12", "log_every=3", "eval_every=3", "tracking.system_metrics=false"),
     *("arms=fp32", "arm.hot=optimizer.lr=1e30", "seeds=2", "name=it"),
 ]
 

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests import forks
-from tests.command_line.conftest import Train
+from tests.command_line.conftest import SMALLEST, Train
 from tests.serving import free_port
 from tests.tracked import once, open_log, points, run_id, runs, tracked
 from trainer.errors import UserError
@@ -242,18 +242,19 @@ def test_an_upload_that_goes_on_slowly_is_waited_for(
     assert "upload incomplete" not in caplog.text
 
 
-def test_a_refused_run_is_reported_and_gets_what_it_missed(
+def test_a_deleted_experiment_is_named_and_the_remedy_sends_what_it_missed(
     folder: Path, store: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = connect(store)
-    experiment_id = client.create_experiment("gpt2")
-    client.delete_experiment(experiment_id)
+    client.delete_experiment(client.create_experiment("gpt2"))
     with caplog.at_level(logging.INFO, "mantissa"):
         opened = open_log(folder / "run", experiment="gpt2")
         opened.append(1, {"loss": 1.0})
         wait_until(lambda: "does not accept this run yet" in caplog.text)
         assert opened.run.run_id is None
-        client.restore_experiment(experiment_id)
+        assert "its experiment 'gpt2' is deleted; set another tracking.experiment" in caplog.text
+        (command,) = {*re.findall(r"restore it with: (.*?)\)", caplog.text)}
+        subprocess.run(command.replace("python", sys.executable), shell=True, check=True)
         wait_until(lambda: opened.run.run_id)
         opened.close("FINISHED", {})
     assert points(store) == {"run": Counter([1])}
@@ -261,8 +262,7 @@ def test_a_refused_run_is_reported_and_gets_what_it_missed(
 
 
 def test_tags_and_note_are_the_runs_own_and_the_last_count(succeed: Train, folder: Path, store: str) -> None:
-    job = ("recipe=bignet", "recipe.width=8", "recipe.layers=2", "batch_size=4", "data.samples=16", "eval_samples=4")
-    done = succeed(*job, "steps=1", "tags.team=vision", "note=first, with a comma")
+    done = succeed(*SMALLEST, "steps=1", "tags.team=vision", "note=first, with a comma")
     assert "\n  tags       team=vision\n  note       first, with a comma\n" in done.out
     path = folder / "outputs" / "bignet-fp32-s0"
     summary = json.loads((path / "summary.json").read_text())
@@ -313,19 +313,6 @@ def test_a_machine_that_cannot_be_sampled_keeps_no_metrics_back(
     assert caplog.text.count("MLflow cannot sample this machine") == 1
 
 
-def test_a_deleted_experiment_is_named_and_the_remedy_helps(
-    folder: Path, store: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    tracked(folder / "first")
-    connect(store).delete_experiment(TrackedRun.read(folder / "first").experiment_id)
-    logging.getLogger("mantissa").propagate = True
-    tracked(folder / "second")
-    assert "its experiment 'e' is deleted; set another tracking.experiment" in caplog.text
-    (command,) = {*re.findall(r"restore it with: (.*?)\)", caplog.text)}
-    subprocess.run(command.replace("python", sys.executable), shell=True, check=True)
-    assert send(folder / "second").status == "sent"
-
-
 def test_a_server_that_never_answers_is_not_waited_for(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("mantissa").propagate = True
     opened = open_log(folder / "run", uri=f"http://127.0.0.1:{free_port()}", upload_timeout_s=1e9)
@@ -359,7 +346,7 @@ def test_mlflows_variables_are_honoured_or_said(
 ) -> None:
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "from outside")
     monkeypatch.setenv("MLFLOW_RUN_ID", "0" * 32)
-    done = train(*["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "steps=1", "data.samples=64"])
+    done = train(*SMALLEST, "steps=1")
     assert done.code == 0, done.err
     assert "MLFLOW_RUN_ID is ignored: each run has its own" in done.out
     assert TrackedRun.read(folder / "outputs/bignet-fp32-s0").experiment == "from outside"

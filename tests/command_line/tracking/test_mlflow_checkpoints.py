@@ -17,7 +17,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 
-from tests.command_line.conftest import Train
+from tests.command_line.conftest import SMALLEST, Train
 from tests.helpers import same_bits
 from tests.serving import served
 from tests.tracked import run_id, save, tracked
@@ -32,7 +32,7 @@ from trainer.tracking.tracked_run import TrackedRun
 from trainer.trainer import Trainer
 
 JOB = (
-    *("recipe=bignet", "recipe.width=8", "recipe.layers=2", "data.samples=16", "batch_size=4", "eval_samples=4"),
+    *SMALLEST,
     *("deterministic=true", "log_every=1", "steps=6", "eval_every=3", "profiler=none", "run_name=run"),
     *("tracking.system_metrics=false", "tracking.flush_every_s=0.05"),
 )

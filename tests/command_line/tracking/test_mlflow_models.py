@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 
-from tests.command_line.conftest import Train
+from tests.command_line.conftest import BIGNET, SMALLEST, Train
 from tests.command_line.tracking.test_mlflow import forget
 from trainer.files import TRACKING_FILE
 from trainer.tracking.store import connect
@@ -24,7 +24,7 @@ TEXT = ("data=text", "data.path=text.txt", "data.cache_dir=cache", "data.tokeniz
 JOBS = {
     "gpt2": ("recipe=gpt2", "recipe.size=nano", *TEXT),
     "bert": ("recipe=bert", *TEXT),
-    "bignet": ("recipe=bignet", "recipe.width=8", "recipe.layers=2", "data.samples=8"),
+    "bignet": (*BIGNET, "data.samples=8"),
 }
 ELSEWHERE = """
 import importlib.util, json, sys
@@ -110,7 +110,6 @@ def test_the_description_says_how_to_open_them_and_a_users_own_stays(
 def test_a_run_has_one_entry_among_the_models_with_the_metrics_of_its_best_weights(
     succeed: Train, folder: Path, store: str
 ) -> None:
-    job = ("recipe=bignet", "recipe.width=8", "recipe.layers=2", "batch_size=4", "data.samples=16", "eval_samples=4")
     run, client = folder / "outputs/run", connect(store)
 
     def entry() -> Any:
@@ -123,7 +122,7 @@ def test_a_run_has_one_entry_among_the_models_with_the_metrics_of_its_best_weigh
         assert points == sorted({*points})
         return metric.key, metric.step, metric.value
 
-    succeed(*job, "steps=3", "eval_every=1", "precision=bf16", "run_name=run", "schedule=constant")
+    succeed(*SMALLEST, "steps=3", "eval_every=1", "precision=bf16", "run_name=run", "schedule=constant")
     stored = client.get_run(json.loads((run / TRACKING_FILE).read_text())["run_id"])
     client.create_logged_model(stored.info.experiment_id, "a-users", stored.info.run_id)
     for more in ((), ("steps=30",), ()):

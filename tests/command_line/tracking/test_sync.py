@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from tests.command_line.conftest import Result, Start, Train
+from tests.command_line.conftest import SMALLEST, Result, Start, Train
 from tests.helpers import PROJECT
 from tests.tracked import once, open_log, points, run_id, runs, tracked
 from trainer.files import in_use, write_json
 from trainer.tracking.sync import send
 
 SYNC = PROJECT / "scripts" / "sync.py"
-BIGNET = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "data.samples=64", "eval_samples=4",
-          "profiler=none", "checkpoint=none"]  # fmt: skip
 Sync = Callable[..., tuple[int, str]]
 
 
@@ -86,7 +84,7 @@ def test_resuming_takes_the_mark_of_completeness_away(folder: Path, store: str) 
 def test_a_finished_run_that_is_resumed_finishes_its_delivery(
     train: Train, folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = [*BIGNET, "checkpoint=default", "steps=40", "log_every=1", "resume=auto"]
+    run = [*SMALLEST, "profiler=none", "steps=40", "log_every=1", "resume=auto"]
     path = Path("outputs/bignet-fp32-s0")
     retry = f"Data is safe in {path}; retry with: python scripts/sync.py {path}\n"
     real = MlflowClient.log_batch

@@ -19,7 +19,6 @@ from trainer.config.compose import compose
 from trainer.errors import UserError, first_line, redacted
 from trainer.tracking.follower import Follower
 from trainer.tracking.log import MetricLog
-from trainer.tracking.options import Tracking
 from trainer.tracking.plots import _curve, plot_run, read_series
 from trainer.tracking.store import database_file, tracking_uri, valid_key
 from trainer.tracking.tracked_run import TrackedRun
@@ -132,6 +131,15 @@ def test_resuming_removes_what_came_after_the_checkpoint(tracker: Callable[..., 
     assert strict_lines(path)[-1]["step"] == 6
 
 
+@pytest.mark.parametrize("line", ['{"time": 1.5}', '{"step": "three", "time": 1.5}', "[3]", "// the loss rises here"])
+def test_a_line_that_its_owner_changed_is_named_and_the_log_stays_as_it_is(line: str, tmp_path: Path) -> None:
+    path, before = tmp_path / "metrics.jsonl", f'{{"step": 1, "time": 1.0}}\n{line}\n{{"step": 3, "time": 1.0}}\n'
+    path.write_text(before)
+    with pytest.raises(UserError, match=rf"^{path} line 2: no step or time \(.+\); restore it$"):
+        open_log(tmp_path, resume_step=1, mlflow=False)
+    assert path.read_text() == before
+
+
 FULL_DISK = """
 import json, logging, resource, sys, time
 from pathlib import Path
@@ -192,7 +200,9 @@ def test_the_tracking_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "here")
     with pytest.raises(UserError, match="MLFLOW_TRACKING_URI=here"):
         tracking_uri()
-    Tracking()  # of a config that is not composed yet, and may be tracking=local
+    with pytest.raises(UserError, match="MLFLOW_TRACKING_URI=here"):
+        compose(["recipe=bignet"])
+    compose(["recipe=bignet", "tracking=local"])
 
 
 @pytest.mark.parametrize(
