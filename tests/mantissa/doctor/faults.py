@@ -666,12 +666,20 @@ def planted(
     loss: Callable[[Tensor, Batch], Tensor] = mean_square,
     optimizer: Optimizer = torch.optim.AdamW,
     besides: tuple[str, ...] = (),
+    line: str = "",
     cure: str = "",
     **options: Any,
 ) -> Fault:
     """A fault in a model of a batch's ``x``: the kind, the direction, the place and the first format."""
     kind, direction, place, format = expected
-    where = {"direction": direction, "format": format, "options": options, "besides": besides, "cure": cure}
+    where = {
+        "direction": direction,
+        "format": format,
+        "options": options,
+        "besides": besides,
+        "line": line,
+        "cure": cure,
+    }
     return Fault(kind, place, precision or format, model, rows_of(data), of_output(loss), optimizer, **where)
 
 
@@ -697,7 +705,7 @@ WHOLE = "(the model itself, or the loss)"
 FAULTS = {
     "FFN output above 65504": planted((OVERFLOW, FORWARD, "1.wo", "fp16"), lambda: around(large_ffn())),
     "a mask that is harmless before a product that is not": planted(
-        (OVERFLOW, FORWARD, "1", "fp16"), lambda: around(Masked())
+        (OVERFLOW, FORWARD, "1", "fp16"), lambda: around(Masked()), line="q @ k"
     ),
     "a weight above 65504": planted((OVERFLOW, FORWARD, "1", "fp16"), lambda: around(large_weight())),
     "one layer's gradient times 2**-30": planted(

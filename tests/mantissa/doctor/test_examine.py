@@ -230,7 +230,10 @@ def test_any_check_that_crashes_is_never_healthy(part: str, monkeypatch: pytest.
     model = Own()
     report = mantissa.examine(model, error, regression(), "fp16", torch.optim.AdamW(model.parameters()))
     assert (report.verdict, report.diagnosis.exit_code) == ("CRASHED", 3), str(report)
+    assert "FOUND crash, examination: check " in str(report)
+    assert report.diagnosis.budget.left_out == []  # the other checks are made
     assert "raise TypeError" in report.write(tmp_path).read_text()
+    assert "raise TypeError" in "".join(json.loads((tmp_path / "verdict.json").read_text())["crashes"].values())
 
 
 class Locked(nn.Module):
