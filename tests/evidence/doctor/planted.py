@@ -17,9 +17,8 @@ from trainer.checkpoint.store import Checkpoint
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets
 from trainer.hardware import Hardware
-from trainer.optim.optimizer import Optimizer
 from trainer.precision.modes import Precision
-from trainer.precision.scaler import AutoScaler, Scaler
+from trainer.precision.scaler import AutoScaler
 from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
 from trainer.trainer import Trainer
 
@@ -35,9 +34,9 @@ TINY = {
 """The project's recipes, small."""
 
 
-def step_of(model: Callable[[], nn.Module], mode: str = "bf16", **options: Any) -> Step:
-    """The first step of a model; ``options`` are those of ``Planted``."""
-    return step_of_trainer(Planted(model, Precision(mode=mode), **options).trainer())
+def step_of(model: Callable[[], nn.Module], mode: str = "bf16") -> Step:
+    """The first step of a model."""
+    return step_of_trainer(Planted(model, Precision(mode=mode)).trainer())
 
 
 def step_of_run(*overrides: str) -> Step:
@@ -52,14 +51,8 @@ class Planted:
     model: Callable[[], nn.Module]
     """Takes a batch's ``x`` and returns a tensor; built after seeding."""
     precision: Precision
-    data: Callable[[], dict[str, Tensor]] = field(default=lambda: noise())
-    """Named tensors whose rows are the samples: ``x``, and what ``loss`` takes besides."""
     loss: Callable[[Tensor, Batch], Tensor] = field(default=lambda output, batch: mean_square(output, batch))
     """From the model's output and the batch to the loss, summed over the samples."""
-    scaler: Scaler = field(default_factory=AutoScaler)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    micro_batch_size: int = BATCH
-    """Samples of a microbatch; a step has ``BATCH``."""
 
     def trainer(self) -> Trainer:
         """Return the trainer."""
@@ -67,8 +60,7 @@ class Planted:
             recipe=PlantedRecipe(planted=self),
             data=NoData(),
             precision=self.precision,
-            scaler=self.scaler,
-            optimizer=self.optimizer,
+            scaler=AutoScaler(),
             seed=0,
             checkpoint=Checkpoint(enabled=False),
             device="cpu",
@@ -84,11 +76,11 @@ class PlantedRecipe(Recipe):
     planted: Any = None
 
     def sizes(self, hardware: Hardware) -> Sizes:
-        return Sizes(100, BATCH, self.planted.micro_batch_size)
+        return Sizes(100, BATCH, BATCH)
 
     def datasets(self, data: DataSource, seed: int) -> Datasets:
         torch.manual_seed(seed + 1)
-        arrays = Arrays(**self.planted.data())
+        arrays = Arrays(**noise())
         return Datasets(arrays, arrays, "of a planted model")
 
     def build_model(self, datasets: Any) -> nn.Module:
