@@ -643,6 +643,8 @@ class Fault:
     """A part of the line that is named."""
     cure: str = ""
     """A part of a cure."""
+    no_cure: str | None = None
+    """A part of no cure; empty: there is none."""
     direction: str = ""
     """Empty: any."""
     format: str = ""
@@ -668,19 +670,13 @@ def planted(
     besides: tuple[str, ...] = (),
     line: str = "",
     cure: str = "",
+    no_cure: str | None = None,
     **options: Any,
 ) -> Fault:
     """A fault in a model of a batch's ``x``: the kind, the direction, the place and the first format."""
     kind, direction, place, format = expected
-    where = {
-        "direction": direction,
-        "format": format,
-        "options": options,
-        "besides": besides,
-        "line": line,
-        "cure": cure,
-    }
-    return Fault(kind, place, precision or format, model, rows_of(data), of_output(loss), optimizer, **where)
+    step = (precision or format, model, rows_of(data), of_output(loss), optimizer, options)
+    return Fault(kind, place, *step, line, cure, no_cure, direction, format, besides)
 
 
 def step_of(
@@ -1060,7 +1056,26 @@ FAULTS = {
     "an operator that torch spells otherwise": Fault(
         OVERFLOW, WHOLE, "fp16", lambda: biased(3.0, nn.Linear(1, 1)), loss=dice, optimizer=sgd(1e-3), cure="['einsum']"
     ),
-    "a norm that is rounded to less than 0": Fault(DOMAIN, "1", "fp16", far_norm, cure="keep_fp32(model, ['1'])"),
+    "a norm that is rounded to less than 0": Fault(
+        DOMAIN, "1", "fp16", far_norm, cure="keep_fp32(model, ['1'])", no_cure="bfloat16"
+    ),
+    "small differences of large numbers, of which bf16 has fewer": Fault(
+        ERROR,
+        WHOLE,
+        "fp16",
+        lambda: Own(lambda own, x: x + torch.arange(3000.0, 3032.0).to(x.dtype) - 3000),
+        no_cure="bfloat16",
+    ),
+    "labels that are all infinite": Fault(
+        INPUT,
+        "batch['y']",
+        "fp32",
+        batches=lambda: [batch | {"y": batch["y"] / 0} for batch in regression()],
+        cure="finite values in batch['y']",
+    ),
+    "an overflow before a rate that explodes": planted(
+        (OVERFLOW, FORWARD, "1.wo", "fp16"), lambda: around(large_ffn()), optimizer=sgd(1e30), no_cure=""
+    ),
     "a norm in each block of a dict": Fault(
         ERROR,
         "blocks.a.norm",

@@ -84,13 +84,18 @@ def test_arms_take_turns_and_a_command_that_is_given_again_has_other_seeds(
     assert "<h1>fp32 / same / copy / worse / noisy / fp32-2</h1>" in (commands.report / "comparison.html").read_text()
 
 
-def test_a_higher_metric_may_be_better(commands: Commands, capsys: pytest.CaptureFixture[str]) -> None:
-    up, down = commands.like("up", 0.05), commands.like("down", -0.05)
-    assert commands.compare(commands.base(), up, down, "--higher-is-better") == 1
-    assert commands.verdicts() == {"up": "BETTER", "down": "WORSE"}
+@pytest.mark.parametrize(
+    ("shift", "said", "verdict"),
+    [(0.05, "+2.0", "BETTER"), (-0.05, "-1.99 % [-2.0", "WORSE"), (247.5, "+", "BETTER"), (-2.475, "-", "WORSE")],
+)
+def test_a_higher_metric_may_be_better_and_percents_against_fractions_are_asked_about(
+    shift: float, said: str, verdict: str, commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert commands.compare(commands.base(), commands.like("other", shift), "--higher-is-better") == 1
+    assert commands.verdicts() == {"other": verdict}
     printed = capsys.readouterr().out
-    assert "down, compared with fp32: val loss -1.99 % [-2.0" in printed
-    assert "one unit" not in printed
+    assert f"other, compared with fp32: val loss {said}" in printed
+    assert ("check that both print it in one unit" in printed) == (abs(shift) > 1)
 
 
 def curve(*losses: float) -> str:
@@ -127,15 +132,6 @@ def test_a_log_in_which_no_step_is_found_is_a_mistake(commands: Commands, capsys
     for step, why in (("epoch", "printed no number after the text 'epoch'"), (" ", "--step is empty")):
         assert commands.compare(commands.base(), commands.like("same"), "--step", step) == 2
         assert why in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("shift", "verdict"), [(247.5, "BETTER"), (-2.475, "WORSE")])
-def test_percents_against_fractions_are_asked_about(
-    shift: float, verdict: str, commands: Commands, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert commands.compare(commands.base(), commands.like("other", shift), "--higher-is-better") == 1
-    assert commands.verdicts() == {"other": verdict}
-    assert "check that both print it in one unit" in capsys.readouterr().out
 
 
 def test_an_arm_that_diverges_where_the_first_does_not_is_worse(commands: Commands) -> None:
