@@ -24,12 +24,15 @@ from trainer.trainer import Trainer
 
 _TOKENS = ("data=synthetic", "data.vocab_size=90", "batch_size=4")
 TINY = {
-    "gpt2": ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", *_TOKENS),
-    "llama": ("recipe=llama", "recipe.size=nano", "recipe.context=16", *_TOKENS),
+    "gpt2": ("recipe=gpt2", "recipe.size=tiny", "recipe.context=16", *_TOKENS),
+    "llama": (
+        *("recipe=llama", "recipe.layers=1", "recipe.width=32", "recipe.heads=4", "recipe.kv_heads=2", "recipe.ffn=64"),
+        *("recipe.context=16", *_TOKENS),
+    ),
     "bert": ("recipe=bert", "recipe.context=24", *_TOKENS),
     "t5": ("recipe=t5", "recipe.context=24", *_TOKENS),
-    "resnet": ("recipe=resnet", "recipe.arch=resnet18", "data=digits", "batch_size=4"),
-    "bignet": ("recipe=bignet", "recipe.layers=8", "recipe.width=64", "batch_size=16"),
+    "resnet": ("recipe=resnet", "recipe.arch=tiny_regnet", "data=digits", "batch_size=4"),
+    "bignet": ("recipe=bignet", "recipe.layers=4", "recipe.width=16", "batch_size=16"),
 }
 """The project's recipes, small."""
 
