@@ -308,18 +308,16 @@ def _search(result: Diagnosis) -> None:
     # With which scale and format, and from which place.
     scale = scales.proposed if scales is not None else None
     trial = replace(fault.trial, finding=fault.finding)  # with its place
-    held = result.budget.run(ISLANDS, partial(search, step, trial, scale, _other_format(result, fault.finding)))
+    held = result.budget.run(ISLANDS, partial(search, step, trial, scale, _other_format(result)))
     result.faults[result.faults.index(fault)] = replace(fault, held=tuple(held or ()))
 
 
-def _other_format(result: Diagnosis, finding: Finding) -> Format | None:
-    """Return bf16 where its loss is that of fp32, and it has no fewer bits where those are at fault."""
+def _other_format(result: Diagnosis) -> Format | None:
+    """Return bf16 where its loss is that of fp32."""
     bf16, fp32 = result.sweep.of(plain(BF16)), result.sweep.of(plain(FP32))
     if bf16 is None or fp32 is None or (bf16.status, fp32.status) != (OK, OK) or result.step.format is bf16.format:
         return None
-    agrees = math.isclose(bf16.loss, fp32.loss, rel_tol=DIFFERENT)
-    fewer_bits = finding.kind == ERROR and result.step.format.needs_loss_scale
-    return bf16.format if agrees and not fewer_bits else None
+    return bf16.format if math.isclose(bf16.loss, fp32.loss, rel_tol=DIFFERENT) else None
 
 
 def _verdict(result: Diagnosis) -> str:

@@ -41,15 +41,18 @@ PROGRAMS: list[tuple[str, Edits, str, Edits]] = [
     (EXAMINE, {".mean()": ""}, "must return a scalar tensor, the mean loss", {".square()": ".square().mean()"}),
     (EXAMINE, {".mean()": ".mean().detach()"}, "detach nothing", {".detach()": ""}),
     (EXAMINE, {".mean()": ".mean().item()"}, "must return a scalar tensor", {".item()": ""}),
-    (
-        EXAMINE,
-        {
-            "    return model(batch).square().mean()": "    found = model(batch).square().mean()\n"
-            "    found.backward()\n    return found"
-        },
-        "let it only return the loss",
-        {"    found.backward()\n": ""},
-    ),
+    *[
+        (
+            EXAMINE,
+            {
+                "    return model": "    found = model",
+                ".mean()": f".mean()\n    found.backward()\n    return {returned}",
+            },
+            "calls backward itself; let it only return the loss",
+            {"    found.backward()\n": "", f"return {returned}": "return found"},
+        )
+        for returned in ("found", "found.detach()", "found.item()")
+    ],
     (EXAMINE, {"return model(": "return given("}, "let it use the model that it is called with", {"given(": "model("}),
     (
         EXAMINE,
@@ -125,8 +128,10 @@ VALUES: list[tuple[str, str, str, list[str]]] = [
     (EXAMINE, 'checks=["formats"]', "checks=['pear']", [f"['{name}']" for name in CHECKS]),
     (EXAMINE, "checks=", "time_budget_s=0, checks=", ["60"]),
     (EXAMINE, "checks=", "accumulate=0, checks=", ["1"]),
-    (GATE, '("fp32", "bf16")', "arms='bf16'", ["('fp32', 'bf16')"]),
-    (GATE, '("fp32", "bf16")', "arms=('bf16', 'bf16')", ["('fp32', 'bf16')"]),
+    *[
+        (GATE, '("fp32", "bf16")', f"arms={arms}", ["('fp32', 'bf16')"])
+        for arms in ("'bf16'", "('bf16',)", "('bf16', 'bf16')")
+    ],
     (GATE, "report=", "margin=3, report=", ["0.003"]),
     (GATE, "report=", "margin=0, report=", ["0.003"]),
     (GATE, "report=", "seeds=2, report=", ["4"]),
@@ -200,10 +205,15 @@ COMMANDS: list[tuple[str, str, str]] = [
         f"{SAME_OTHER} --seeds 5 --report kept --continue",
     ),
     ("compere", "use one of doctor, compare, checkup", SAME_OTHER),
-    ("doctor nowhere", "give module:function, importable from this folder", "doctor own_loop:step"),
-    ("doctor own_loop:model", "must be a function that returns model, loss, batches", "doctor own_loop:step"),
-    ("doctor own_loop:needs", "give a function that needs no arguments", "doctor own_loop:step"),
-    ("doctor own_loop:nothing", "must be a function that returns model, loss, batches", "doctor own_loop:step"),
+    *[
+        (f"doctor {wrong}", advice, "doctor own_loop:step")
+        for advice, given in {
+            "give module:function, importable from this folder": ("nowhere:step", "own_loop:missing", "own_loop"),
+            "give a function that needs no arguments": ("own_loop:needs", "own_loop:batches"),
+            "must be a function that returns model, loss, batches": ("own_loop:model", "own_loop:nothing"),
+        }.items()
+        for wrong in given
+    ],
     ("doctor own_loop:step --report file/here", "give another folder", "doctor own_loop:step --report here"),
     *[
         (

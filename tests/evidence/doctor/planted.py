@@ -17,27 +17,29 @@ from trainer.checkpoint.store import Checkpoint
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets
 from trainer.hardware import Hardware
-from trainer.optim.optimizer import Optimizer
 from trainer.precision.modes import Precision
-from trainer.precision.scaler import AutoScaler, Scaler
+from trainer.precision.scaler import AutoScaler
 from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
 from trainer.trainer import Trainer
 
 _TOKENS = ("data=synthetic", "data.vocab_size=90", "batch_size=4")
 TINY = {
-    "gpt2": ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", *_TOKENS),
-    "llama": ("recipe=llama", "recipe.size=nano", "recipe.context=16", *_TOKENS),
+    "gpt2": ("recipe=gpt2", "recipe.size=tiny", "recipe.context=16", *_TOKENS),
+    "llama": (
+        *("recipe=llama", "recipe.layers=1", "recipe.width=32", "recipe.heads=4", "recipe.kv_heads=2", "recipe.ffn=64"),
+        *("recipe.context=16", *_TOKENS),
+    ),
     "bert": ("recipe=bert", "recipe.context=24", *_TOKENS),
     "t5": ("recipe=t5", "recipe.context=24", *_TOKENS),
-    "resnet": ("recipe=resnet", "recipe.arch=resnet18", "data=digits", "batch_size=4"),
-    "bignet": ("recipe=bignet", "recipe.layers=8", "recipe.width=64", "batch_size=16"),
+    "resnet": ("recipe=resnet", "recipe.arch=tiny_regnet", "data=digits", "batch_size=4"),
+    "bignet": ("recipe=bignet", "recipe.layers=4", "recipe.width=16", "batch_size=16"),
 }
 """The project's recipes, small."""
 
 
-def step_of(model: Callable[[], nn.Module], mode: str = "bf16", **options: Any) -> Step:
-    """The first step of a model; ``options`` are those of ``Planted``."""
-    return step_of_trainer(Planted(model, Precision(mode=mode), **options).trainer())
+def step_of(model: Callable[[], nn.Module], mode: str = "bf16") -> Step:
+    """The first step of a model."""
+    return step_of_trainer(Planted(model, Precision(mode=mode)).trainer())
 
 
 def step_of_run(*overrides: str) -> Step:
@@ -52,14 +54,8 @@ class Planted:
     model: Callable[[], nn.Module]
     """Takes a batch's ``x`` and returns a tensor; built after seeding."""
     precision: Precision
-    data: Callable[[], dict[str, Tensor]] = field(default=lambda: noise())
-    """Named tensors whose rows are the samples: ``x``, and what ``loss`` takes besides."""
     loss: Callable[[Tensor, Batch], Tensor] = field(default=lambda output, batch: mean_square(output, batch))
     """From the model's output and the batch to the loss, summed over the samples."""
-    scaler: Scaler = field(default_factory=AutoScaler)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    micro_batch_size: int = BATCH
-    """Samples of a microbatch; a step has ``BATCH``."""
 
     def trainer(self) -> Trainer:
         """Return the trainer."""
@@ -67,8 +63,7 @@ class Planted:
             recipe=PlantedRecipe(planted=self),
             data=NoData(),
             precision=self.precision,
-            scaler=self.scaler,
-            optimizer=self.optimizer,
+            scaler=AutoScaler(),
             seed=0,
             checkpoint=Checkpoint(enabled=False),
             device="cpu",
@@ -84,11 +79,11 @@ class PlantedRecipe(Recipe):
     planted: Any = None
 
     def sizes(self, hardware: Hardware) -> Sizes:
-        return Sizes(100, BATCH, self.planted.micro_batch_size)
+        return Sizes(100, BATCH, BATCH)
 
     def datasets(self, data: DataSource, seed: int) -> Datasets:
         torch.manual_seed(seed + 1)
-        arrays = Arrays(**self.planted.data())
+        arrays = Arrays(**noise())
         return Datasets(arrays, arrays, "of a planted model")
 
     def build_model(self, datasets: Any) -> nn.Module:

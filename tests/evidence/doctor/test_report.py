@@ -13,14 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from evidence.doctor import command
 from evidence.doctor.plots import MOST
 from evidence.doctor.step import step_of
-from mantissa.doctor import diagnosis as diagnoses
 from mantissa.doctor.budget import Budget
-from mantissa.doctor.checks import TABLE
 from mantissa.doctor.cures import islands_text
 from mantissa.doctor.diagnosis import Diagnosis, diagnose
 from mantissa.doctor.examine import take
@@ -28,9 +25,8 @@ from mantissa.doctor.finding import Examined, Finding
 from mantissa.doctor.fp16_range import Exponents, Range
 from mantissa.doctor.module_errors import LocalError
 from mantissa.doctor.report import lines, opening
-from mantissa.step.step import Step
 from tests.evidence.doctor.planted import Planted
-from tests.mantissa.doctor.faults import WIDTH, around, large_ffn
+from tests.mantissa.doctor.faults import around, large_ffn
 from trainer.precision.modes import Precision
 
 COMMAND = "python scripts/doctor.py 'resume=a run'"
@@ -159,25 +155,3 @@ def test_a_report_that_cannot_be_written_does_not_change_the_verdict(
     assert printed.err.splitlines()[-1:] == [
         "the report could not be written ([Errno 28] No space left on device: '/full/report.html')"
     ]
-
-
-def test_a_check_that_crashes_is_a_finding(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def crash(step: Step, budget: Budget) -> Examined:
-        raise TypeError("unsupported operand")
-
-    trainer = Planted(lambda: around(nn.Linear(WIDTH, WIDTH)), Precision(mode="fp16")).trainer()
-    config = replace(trainer.config, output_dir=str(tmp_path))
-    table = [replace(check, find=crash) if check.name == "gradients" else check for check in TABLE]
-    monkeypatch.setattr(diagnoses, "TABLE", table)
-    monkeypatch.setattr(command, "of_run", lambda *_: (take(step_of(trainer)), config))
-    assert command.main(["resume=a run", "check=formats,gradients,range"]) == 3
-    printed = capsys.readouterr()
-    assert "HEALTHY" not in printed.out
-    assert "left out" not in printed.out
-    assert "FOUND crash, examination: check gradients\n  TypeError: unsupported operand; " in printed.out
-    page, verdict = (next(tmp_path.rglob(name)).read_text() for name in ("report.html", "verdict.json"))
-    assert "raise TypeError" in page
-    assert "raise TypeError" in json.loads(verdict)["crashes"]["gradients"]
-    assert json.loads(verdict)["scales"] is not None  # the other checks are made

@@ -20,20 +20,18 @@ from mantissa.formats import FORMATS
 from mantissa.step.step import Step
 from mantissa.step.trace import BACKWARD, FORWARD
 from mantissa.watch.setup import Aspect, _scaled_layers
+from tests.evidence.doctor.planted import TINY
 from tests.helpers import trainer_of
 
 MODES = [name for name, row in FORMATS.items() if row.number.scaled]
-TINY = (
-    *("recipe=gpt2", "recipe.size=tiny", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
-    *("batch_size=4", "steps=20"),
-)
+GPT2 = (*TINY["gpt2"], "steps=20")
 LAYERS = [f"gpt2.transformer.h.{block}.{layer}" for block in (0, 1) for layer in ("attn.c_attn", "attn.c_proj")]
 LAYERS += [f"gpt2.transformer.h.{block}.mlp.{layer}" for block in (0, 1) for layer in ("c_fc", "c_proj")]
 
 
 def with_a_huge_channel(mode: str) -> Step:
     """In fp32 and bf16 it changes nothing: its weights are 0."""
-    trainer = trainer_of(*TINY, f"precision={mode}")
+    trainer = trainer_of(*GPT2, f"precision={mode}")
     block: Any = trainer.model.get_submodule("gpt2.transformer.h.1")
     with torch.no_grad():
         block.ln_2.weight[5] = 2.0**24
@@ -44,7 +42,7 @@ def with_a_huge_channel(mode: str) -> Step:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_healthy_model_has_no_finding(mode: str) -> None:
     checks = tuple(name for name in CHECKS if name not in ("divergence", "islands"))
-    diagnosis = diagnose(of_overrides((*TINY, f"precision={mode}"), 1)[0], checks, time_budget_s=600)
+    diagnosis = diagnose(of_overrides((*GPT2, f"precision={mode}"), 1)[0], checks, time_budget_s=600)
     assert (diagnosis.verdict, diagnosis.findings, diagnosis.budget.left_out) == (HEALTHY, [], [])
     errors = diagnosis.examined["modules"]
     assert errors.notes == ()
@@ -87,7 +85,7 @@ def test_setup_counts_the_layers_of_each_format(mode: str) -> None:
     name = {"fp8": "Float8Linear", "mxfp8": "MXFP8Linear", "nvfp4": "NVFP4Linear"}[mode]
     of_torchao: Any = type(name, (nn.Linear,), {})
     assert found(nn.Sequential(of_torchao(8, 8))) == ({"fp8": "none"} | {mode: "1 module"}, [])
-    assert found(trainer_of(*TINY, f"precision={mode}").model) == ({"fp8": "none"} | {mode: "8 modules"}, [])
+    assert found(trainer_of(*GPT2, f"precision={mode}").model) == ({"fp8": "none"} | {mode: "8 modules"}, [])
     rows, (difference,) = found(nn.Sequential(nn.Linear(8, 8)))
     assert rows == {"fp8": "none"}
     assert difference.startswith(f"precision={mode} is asked for, but 1 module (0) are plain nn.Linear: ")

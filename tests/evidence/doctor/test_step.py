@@ -22,9 +22,6 @@ from tests.mantissa.doctor.faults import BATCH, WIDTH
 from trainer.precision.modes import Precision
 from trainer.trainer import Trainer
 
-GPT2 = ("recipe=gpt2", "recipe.size=tiny", "recipe.context=16", "data=synthetic", "data.vocab_size=90", "batch_size=4")
-RESNET = ("recipe=resnet", "recipe.arch=tiny_regnet", "data=digits", "batch_size=4")
-
 
 def after_two_steps(*overrides: str) -> tuple[Trainer, list[Any]]:
     trainer = trainer_of(*overrides)
@@ -41,10 +38,10 @@ def everything(passes: Replay) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "overrides",
     [
-        (*GPT2, "recipe.dropout=0.1", "precision=fp16_master"),
-        (*GPT2, "recipe.dropout=0.1", "precision=bf16_sr"),
-        (*GPT2, "recipe.dropout=0.1", "precision=bf16", "activation_checkpointing=blocks"),
-        (*RESNET, "precision=bf16_master"),
+        (*TINY["gpt2"], "recipe.dropout=0.1", "precision=fp16_master"),
+        (*TINY["gpt2"], "recipe.dropout=0.1", "precision=bf16_sr"),
+        (*TINY["gpt2"], "recipe.dropout=0.1", "precision=bf16", "activation_checkpointing=blocks"),
+        (*TINY["resnet"], "precision=bf16_master"),
     ],
     ids=["masters", "stochastic rounding", "dropout, recomputed", "batch norm"],
 )
@@ -70,7 +67,7 @@ def test_an_attempt_is_the_runs_own_step_every_time(overrides: tuple[str, ...]) 
 
 
 def test_training_continues_from_a_case_as_the_run_does() -> None:
-    trainer, microbatches = after_two_steps(*GPT2, "precision=bf16_master")
+    trainer, microbatches = after_two_steps(*TINY["gpt2"], "precision=bf16_master")
     other = step_of_trainer(trainer).as_run()
     record = trainer.train_step(microbatches)
     assert other.train([microbatches]) == [record.loss.item()]
@@ -163,8 +160,7 @@ def test_what_is_exact_has_more_bits_than_the_format(mode: str, exact: torch.dty
 @pytest.mark.parametrize("recomputed", ["none", "blocks"])
 @pytest.mark.parametrize("recipe", TINY)
 def test_backward_operators_belong_to_modules_that_ran(recipe: str, recomputed: str) -> None:
-    overrides = {"gpt2": GPT2, "resnet": RESNET}.get(recipe, TINY[recipe])
-    step = step_of_run(*overrides, "precision=fp32", f"activation_checkpointing={recomputed}")
+    step = step_of_run(*TINY[recipe], "precision=fp32", f"activation_checkpointing={recomputed}")
     other = step.replay(FORMATS["fp32"])
     places: set[tuple[str, str]] = set()
     products: list[tuple[str, str, list[int]]] = []

@@ -21,11 +21,10 @@ from mantissa.doctor.finding import DIFFERENCE, DTYPE, OVERFLOW
 from mantissa.doctor.module_errors import local_errors
 from mantissa.doctor.sweep import DIFFERS
 from mantissa.step.step import Gradients, Step
-from mantissa.step.trace import BACKWARD, FORWARD
+from mantissa.step.trace import FORWARD
 from tests.evidence.doctor.planted import TINY, Planted, step_of, step_of_run
-from tests.mantissa.doctor.faults import WIDTH, Batch, Computes, around, linear, mean_square
+from tests.mantissa.doctor.faults import WIDTH, Batch, Computes, around, linear
 from trainer.precision.modes import Precision
-from trainer.precision.scaler import StaticScaler
 
 
 def half_sum(output: Tensor, batch: Batch) -> Tensor:
@@ -60,15 +59,6 @@ def miscompiling() -> AbstractContextManager[Any]:
 
 
 TRAINED = {
-    "a static scale that is too large": (
-        [(OVERFLOW, BACKWARD, "1.linear", "fp16+scaler")],
-        Planted(
-            lambda: around(Computes(lambda own, x: x + own.linear(x * 0 + 100), linear=linear(1e-2))),
-            Precision(mode="fp16"),
-            loss=lambda output, batch: mean_square(output, batch) * 1e-3,
-            scaler=StaticScaler(scale=2.0**24),
-        ),
-    ),
     "loss summed in fp16": (
         [(OVERFLOW, FORWARD, "", "fp16_master"), (DTYPE, FORWARD, "", "fp16_master")],
         Planted(lambda: around(nn.Identity()), Precision(mode="fp16_master"), loss=half_sum),

@@ -72,21 +72,39 @@ def around(layer: nn.Module, width: int = WIDTH) -> nn.Sequential:
     return nn.Sequential(Block(width), layer, Block(width))
 
 
+class Computes(nn.Module):
+    """A function of this module and its input, with modules, parameters and buffers of these names."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Any], **parts: nn.Module | Tensor) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            if isinstance(part, nn.Module | nn.Parameter):
+                setattr(self, name, part)
+            else:
+                self.register_buffer(name, part)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
 # --- small networks and data of a loop ---
 
 
-class Own(nn.Module):
+class Own(Computes):
     """A network around one operation of the model's own."""
 
-    def __init__(self, operation: Callable[[nn.Module, Tensor], Tensor] = lambda own, x: x, width: int = 32) -> None:
-        super().__init__()
+    inner: nn.Linear
+    outer: nn.Linear
+
+    def __init__(
+        self, function: Callable[[Any, Tensor], Any] = lambda own, x: x, width: int = 32, **parts: nn.Module | Tensor
+    ) -> None:
         torch.manual_seed(0)
-        self.inner = nn.Linear(8, width)
-        self.outer = nn.Linear(width, 1)
-        self.operation = operation
+        super().__init__(function, inner=nn.Linear(8, width), outer=nn.Linear(width, 1), **parts)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.outer(F.gelu(self.operation(self, self.inner(x)))).squeeze(-1)
+        y: Tensor = self.outer(F.gelu(self.function(self, self.inner(x)))).squeeze(-1)
         return y
 
 
@@ -110,17 +128,14 @@ def with_value(batches: list[Batch], step: int, value: float) -> list[Batch]:
     return batches
 
 
-def with_buffer(value: float, dtype: torch.dtype = torch.float32, name: str = "gain") -> nn.Module:
-    model = Own(lambda own, x: x * own.get_buffer(name))
-    model.register_buffer(name, torch.ones(32, dtype=dtype))
-    model.get_buffer(name)[2] = value
-    return model
+def infinite_buffer(name: str) -> nn.Module:
+    values = torch.ones(32)
+    values[2] = math.inf
+    return Own(lambda own, x: x * own.get_buffer(name), **{name: values})
 
 
-def beside_sparse() -> nn.Module:
-    model = Own(lambda own, x: 1e6 * x / 1e6 + own.get_submodule("items")(torch.arange(len(x))))
-    model.add_module("items", nn.Embedding(16, 32, sparse=True))
-    return model
+def gain() -> nn.Parameter:
+    return nn.Parameter(torch.ones(32))
 
 
 def hooked(hook: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -136,19 +151,11 @@ def hooked_module() -> nn.Module:
     return model
 
 
-class Items(nn.Module):
-    """Takes the number of an item from the first column of its features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.item = nn.Embedding(1008, 8)
-        self.outer = nn.Linear(8 + 3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.bfloat16()
-        y: Tensor = self.outer(torch.cat([self.item(x[:, 0].long()), x[:, 1:]], -1)).squeeze(-1)
-        return y.float()
+def by_item(own: Any, x: Tensor) -> Tensor:
+    """Take the number of an item from the first column of the features."""
+    x = x.bfloat16()
+    y: Tensor = own.outer(torch.cat([own.item(x[:, 0].long()), x[:, 1:]], -1)).squeeze(-1)
+    return y.float()
 
 
 def items() -> list[Batch]:
@@ -156,17 +163,6 @@ def items() -> list[Batch]:
     taste = torch.randn(1000).sign()
     numbers = [torch.randint(1000, (256,)) for _ in range(12)]
     return [{"x": torch.cat([each[:, None], torch.randn(256, 3)], 1), "y": taste[each]} for each in numbers]
-
-
-class Far(nn.Module):
-    """A weight at which numbers of fp32 are 1/8 apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.tensor([2.0**20]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.shift - 2.0**20 + 0 * x.sum(-1)
 
 
 class Signed(torch.optim.Optimizer):
@@ -186,21 +182,12 @@ class Signed(torch.optim.Optimizer):
 class Compressed(torch.optim.Adam):
     """Casts gradients to 16 bits, as if they were sent."""
 
-    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
-        super().__init__(parameters, 1e-2, eps=1e-20)
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad.copy_(parameter.grad.half())
         super().step()
-
-
-def with_gain(operation: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:
-    model = Own(operation)
-    model.gain = nn.Parameter(torch.ones(32))
-    return model
 
 
 def with_label(value: float) -> list[Batch]:
@@ -274,36 +261,22 @@ def fractional_years(batches: int = 8) -> list[Batch]:
     return [{"x": year, "y": torch.sin(2 * torch.pi * year)} for year in found]
 
 
-class Waves(nn.Module):
-    """Features of the hour of the day, from hours since 1970."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.frequency = nn.Linear(1, 4, bias=False).requires_grad_(False)
-        self.out = nn.Sequential(nn.Linear(4, 32), nn.GELU(), nn.Linear(32, 1))
-        with torch.no_grad():
-            self.frequency.weight.copy_(2 * torch.pi / torch.tensor([[24.0], [12.0], [168.0], [24.1]]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.out(torch.sin(self.frequency(x))).squeeze(-1)
-        return y
+def waves() -> nn.Module:
+    """Return a network of features of the hour of the day, from hours since 1970."""
+    frequency = nn.Linear(1, 4, bias=False).requires_grad_(False)
+    frequency.weight.copy_(2 * torch.pi / torch.tensor([[24.0], [12.0], [168.0], [24.1]]))
+    out = nn.Sequential(nn.Linear(4, 32), nn.GELU(), nn.Linear(32, 1), nn.Flatten(0))
+    return Computes(lambda own, x: own.out(torch.sin(own.frequency(x))), frequency=frequency, out=out)
 
 
 # --- models of one fault ---
 
 
-class Computes(nn.Module):
-    """A function of this module and its input, with layers of these names."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Any], **layers: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
+def biased(value: float, layer: Any) -> nn.Module:
+    """Return a layer whose biases are all this number."""
+    nn.init.constant_(layer.bias, value)
+    made: nn.Module = layer
+    return made
 
 
 def linear(times: float = 1.0) -> nn.Linear:
@@ -375,7 +348,7 @@ def log_of_zero(output: Tensor, batch: Batch) -> Tensor:
 # --- the backward pass ---
 
 
-class _Scaled(torch.autograd.Function):
+class Scaled(torch.autograd.Function):
     """The identity, whose gradient is multiplied by a number."""
 
     @staticmethod
@@ -388,36 +361,21 @@ class _Scaled(torch.autograd.Function):
         return gradients[0] * ctx.factor, None
 
 
-def scaled_gradient(x: Tensor, factor: float) -> Tensor:
-    """Return the same numbers, whose gradient is multiplied by a factor."""
-    result: Tensor = _Scaled.apply(x, factor)
-    return result
-
-
-def two_branches() -> nn.Module:
+def two_branches(width: int = WIDTH) -> nn.Module:
     """Return the sum of two branches. The gradients of one are 2**46 times as large as those of the other."""
     return Computes(
-        lambda own, x: _Scaled.apply(own.big(x), 2.0**22) + _Scaled.apply(own.tiny(x), 2.0**-24),
-        big=linear(),
-        tiny=linear(),
+        lambda own, x: Scaled.apply(own.big(x), 2.0**22) + Scaled.apply(own.tiny(x), 2.0**-24),
+        big=nn.Linear(width, width),
+        tiny=nn.Linear(width, width),
     )
 
 
+def small_gradient(factor: float, width: int = WIDTH) -> nn.Module:
+    """Return a residual layer whose gradient is multiplied by a factor."""
+    return Computes(lambda own, x: x + Scaled.apply(own.layer(x), factor), layer=nn.Linear(width, width))
+
+
 # --- errors and updates ---
-
-
-def naive_variance() -> nn.Module:
-    """Divide the features by a standard deviation that is computed as E[x²] - E[x]²."""
-
-    def function(own: Any, x: Tensor) -> Tensor:
-        h = own.up(x)
-        variance = (h * h).mean(-1, keepdim=True) - h.mean(-1, keepdim=True) ** 2
-        result: Tensor = x + (h - h.mean(-1, keepdim=True)) / (variance.abs() + 1e-2).sqrt()
-        return result
-
-    up = nn.Linear(WIDTH, WIDTH)
-    nn.init.constant_(up.bias, 100.0)
-    return Computes(function, up=up)
 
 
 def tokens() -> nn.Module:
@@ -452,21 +410,6 @@ class Masked(Attention):
 NARROW = 16
 
 
-class Residual(nn.Module):
-    """Layers with these names, one after another, beside the identity."""
-
-    def __init__(self, **layers: nn.Module) -> None:
-        super().__init__()
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x
-        for layer in self.children():
-            y = layer(y)
-        return x + y
-
-
 class Net(nn.Module):
     """Blocks between two linear layers, in a list or a dict."""
 
@@ -485,7 +428,7 @@ class Net(nn.Module):
 
 
 class NaiveNorm(nn.Module):
-    """E[x²] - E[x]², far from 0."""
+    """Divide by a standard deviation that is computed as E[x²] - E[x]², far from 0."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + 100
@@ -526,21 +469,20 @@ class Turning(nn.Module):
         return y
 
 
-class Centered(nn.Module):
-    """Removes the mean of a convolution with a large bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.act = nn.Conv1d(1, 1, 3, padding=1), nn.GELU()
-        nn.init.constant_(self.conv.bias, 300.0)  # type: ignore[arg-type]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x[:, None])[:, 0]
-        return x + self.act(y - y.mean(-1, keepdim=True))
+def normed(width: int = NARROW) -> nn.Module:
+    layers = {"up": nn.Linear(width, width), "norm": NaiveNorm(), "act": nn.GELU()}
+    return Computes(lambda own, x: x + own.act(own.norm(own.up(x))), **layers)
 
 
-def normed(norm: type[nn.Module]) -> nn.Module:
-    return Residual(norm=norm() if norm is NaiveNorm else norm(NARROW), up=nn.Linear(NARROW, NARROW), act=nn.GELU())
+def centered() -> nn.Module:
+    """Remove the mean of a convolution with a large bias."""
+
+    def function(own: Any, x: Tensor) -> Tensor:
+        y = own.conv(x[:, None])[:, 0]
+        result: Tensor = x + own.act(y - y.mean(-1, keepdim=True))
+        return result
+
+    return Computes(function, conv=biased(300.0, nn.Conv1d(1, 1, 3, padding=1)), act=nn.GELU())
 
 
 def lines(length: int) -> list[Batch]:
@@ -597,33 +539,21 @@ def masked(model: nn.Module, batch: Batch) -> Tensor:
     return F.mse_loss(model(batch["x"], batch["mask"]), batch["y"])
 
 
-class Temperature(Residual):
-    """Divides by a learned number in the format of what it divides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.temperature = nn.Linear(8, 1), nn.Parameter(torch.tensor(1e-9))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = 1e-9 * self.layer(x).float().tanh()
-        temperature = self.temperature.to(torch.get_autocast_dtype("cpu"))
-        return (y / temperature).squeeze(-1)
+def by_temperature(own: Any, x: Tensor) -> Tensor:
+    """Divide by a learned number in the format of what it divides."""
+    y = 1e-9 * own.layer(x).float().tanh()
+    temperature = own.temperature.to(torch.get_autocast_dtype("cpu"))
+    return (y / temperature).squeeze(-1)
 
 
-class Timed(nn.Module):
-    """Waves of a time that is cast to the format of the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.out = nn.Linear(8, NARROW), nn.Linear(NARROW, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.mix(x)
-        time = 4000 + 17 * torch.arange(len(x), dtype=torch.float32)
-        time = time.to(y.dtype)
-        waves = torch.sin(time.float()[:, None] * torch.linspace(0.1, 1, NARROW))
-        z: Tensor = self.out(torch.tanh(y) * waves).squeeze(-1)
-        return z
+def timed(own: Any, x: Tensor) -> Tensor:
+    """Return waves of a time that is cast to the format of the input."""
+    y = own.mix(x)
+    time = 4000 + 17 * torch.arange(len(x), dtype=torch.float32)
+    time = time.to(y.dtype)
+    waves = torch.sin(time.float()[:, None] * torch.linspace(0.1, 1, NARROW))
+    z: Tensor = own.out(torch.tanh(y) * waves).squeeze(-1)
+    return z
 
 
 def dice(model: nn.Module, batch: Batch) -> Tensor:
@@ -633,35 +563,22 @@ def dice(model: nn.Module, batch: Batch) -> Tensor:
     return (2 * total / (total + 1)).square().mean()
 
 
-class Logits(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
-        nn.init.constant_(self.layer.bias, 3.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-
-class RootNorm(nn.Module):
-    """Its variance is rounded to less than 0 in fp16, and to anything in bf16."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean = x.mean(1, keepdim=True)
-        return (x - mean) / torch.sqrt((x * x).mean(1, keepdim=True) - mean * mean + 1e-5)
-
-
-def averages(own: nn.Module, x: Tensor) -> Tensor:
+def averages(own: Any, x: Tensor) -> Tensor:
     for name in ("mean", "square"):
         own.get_buffer(name).lerp_((x.detach() ** (1 + (name == "square"))).mean(0).bfloat16(), 1e-3)
-    return x - own.get_buffer("mean")
+    result: Tensor = x - own.get_buffer("mean")
+    return result
 
 
-def with_averages() -> nn.Module:
-    model = Own(averages)
-    for name in ("mean", "square"):
-        model.register_buffer(name, torch.ones(32, dtype=torch.bfloat16))
-    return model
+def root_norm(own: Any, x: Tensor) -> Tensor:
+    """Normalize by a variance that is rounded to less than 0 in fp16, and to anything in bf16."""
+    mean = x.mean(1, keepdim=True)
+    return (x - mean) / torch.sqrt((x * x).mean(1, keepdim=True) - mean * mean + 1e-5)
+
+
+def far_norm() -> nn.Module:
+    torch.manual_seed(16)
+    return nn.Sequential(biased(100.0, nn.Linear(8, 32)), Computes(root_norm), nn.Linear(32, 1), nn.Flatten(0))
 
 
 class FromOutside(torch.autograd.Function):
@@ -674,13 +591,6 @@ class FromOutside(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return torch.from_numpy(np.full(gradient.shape, np.inf, dtype=np.float32))
-
-
-def far_norm() -> nn.Module:
-    torch.manual_seed(16)
-    model = nn.Sequential(nn.Linear(8, 32), RootNorm(), nn.Linear(32, 1), nn.Flatten(0))
-    nn.init.constant_(model[0].bias, 100.0)
-    return model
 
 
 # --- the corpus ---
@@ -733,6 +643,8 @@ class Fault:
     """A part of the line that is named."""
     cure: str = ""
     """A part of a cure."""
+    no_cure: str | None = None
+    """A part of no cure; empty: there is none."""
     direction: str = ""
     """Empty: any."""
     format: str = ""
@@ -756,13 +668,15 @@ def planted(
     loss: Callable[[Tensor, Batch], Tensor] = mean_square,
     optimizer: Optimizer = torch.optim.AdamW,
     besides: tuple[str, ...] = (),
+    line: str = "",
     cure: str = "",
+    no_cure: str | None = None,
     **options: Any,
 ) -> Fault:
     """A fault in a model of a batch's ``x``: the kind, the direction, the place and the first format."""
     kind, direction, place, format = expected
-    where = {"direction": direction, "format": format, "options": options, "besides": besides, "cure": cure}
-    return Fault(kind, place, precision or format, model, rows_of(data), of_output(loss), optimizer, **where)
+    step = (precision or format, model, rows_of(data), of_output(loss), optimizer, options)
+    return Fault(kind, place, *step, line, cure, no_cure, direction, format, besides)
 
 
 def step_of(
@@ -787,12 +701,12 @@ WHOLE = "(the model itself, or the loss)"
 FAULTS = {
     "FFN output above 65504": planted((OVERFLOW, FORWARD, "1.wo", "fp16"), lambda: around(large_ffn())),
     "a mask that is harmless before a product that is not": planted(
-        (OVERFLOW, FORWARD, "1", "fp16"), lambda: around(Masked())
+        (OVERFLOW, FORWARD, "1", "fp16"), lambda: around(Masked()), line="q @ k"
     ),
     "a weight above 65504": planted((OVERFLOW, FORWARD, "1", "fp16"), lambda: around(large_weight())),
     "one layer's gradient times 2**-30": planted(
         (UNDERFLOW, BACKWARD, "1.layer", "fp16"),
-        lambda: around(Computes(lambda own, x: x + _Scaled.apply(own.layer(x), 2.0**-30), layer=linear())),
+        lambda: around(small_gradient(2.0**-30)),
         scale=1024.0,
         fixed_scale=True,
     ),
@@ -808,7 +722,7 @@ FAULTS = {
         (DOMAIN, FORWARD, WHOLE, "fp32"), lambda: around(nn.Identity()), "fp16", loss=log_of_zero
     ),
     "division by a norm of 1e-6": planted((OVERFLOW, FORWARD, "1", "fp16_pure"), lambda: around(Computes(by_norm))),
-    "E[x²] - E[x]² with a mean of 100": planted((ERROR, FORWARD, "1", "bf16"), lambda: around(naive_variance())),
+    "E[x²] - E[x]² with a mean of 100": planted((ERROR, FORWARD, "1.norm", "bf16"), lambda: around(normed(WIDTH))),
     "the embedding gradient of a token that occurs 10,000 times": planted(
         (ERROR, BACKWARD, "embed", "bf16_pure"), tokens, data=repeated, besides=(LOST,)
     ),
@@ -846,13 +760,13 @@ FAULTS = {
         cure="leave out sample 5",
     ),
     "a buffer is infinite": Fault(
-        INPUT, "gain", "bf16", lambda: with_buffer(float("inf")), line="own.get_buffer", cure="finite values in gain"
+        INPUT, "gain", "bf16", lambda: infinite_buffer("gain"), line="own.get_buffer", cure="finite values in gain"
     ),
     "a buffer is infinite whose name is like that of a batch": Fault(
         INPUT,
         "batch_gain",
         "bf16",
-        lambda: with_buffer(float("inf"), name="batch_gain"),
+        lambda: infinite_buffer("batch_gain"),
         cure="finite values in batch_gain",
     ),
     "the largest sample overflows": Fault(
@@ -882,7 +796,15 @@ FAULTS = {
         OVERFLOW, WHOLE, "fp16", lambda: Own(lambda own, x: 1e6 * x / 1e6), line="1e6 * x", cure="fp32_ops(['mul'])"
     ),
     "a product beside a sparse gradient overflows": Fault(
-        OVERFLOW, WHOLE, "fp16", beside_sparse, optimizer=sgd(0.1), line="1e6 * x", cure="fp32_ops(['mul'])"
+        OVERFLOW,
+        WHOLE,
+        "fp16",
+        lambda: Own(
+            lambda own, x: 1e6 * x / 1e6 + own.items(torch.arange(len(x))), items=nn.Embedding(16, 32, sparse=True)
+        ),
+        optimizer=sgd(0.1),
+        line="1e6 * x",
+        cure="fp32_ops(['mul'])",
     ),
     "a cast in a custom function overflows": Fault(
         OVERFLOW, WHOLE, "fp32", lambda: Own(lambda own, x: Halved.apply(1e6 * x) / 1e12), line="x.half()"
@@ -954,7 +876,7 @@ FAULTS = {
         "the optimizer's step",
         "fp32",
         loss=scaled(1e-8),
-        optimizer=Compressed,
+        optimizer=lambda parameters: Compressed(parameters, 1e-2, eps=1e-20),
         line="parameter.grad.half()",
         cure="no cast",
     ),
@@ -981,7 +903,7 @@ FAULTS = {
         RATE, WHOLE, "fp32", optimizer=lambda parameters: Signed(parameters, -1.0)
     ),
     "a weight outside of autograd": Fault(
-        BLOCKED, "gain", "bf16", lambda: with_gain(lambda own, x: own.get_parameter("gain").data * x), line="data * x"
+        BLOCKED, "gain", "bf16", lambda: Own(lambda own, x: own.gain.data * x, gain=gain()), line="data * x"
     ),
     "an absurd label": Fault(
         INPUT,
@@ -1024,7 +946,9 @@ FAULTS = {
         LOST,
         "shift",
         "fp32",
-        Far,
+        lambda: Computes(
+            lambda own, x: own.shift - 2.0**20 + 0 * x.sum(-1), shift=nn.Parameter(torch.tensor([2.0**20]))
+        ),
         loss=lambda model, batch: (model(batch["x"]) - 5).square().mean(),
         optimizer=adam(0.03),
     ),
@@ -1038,7 +962,13 @@ FAULTS = {
         besides=(LOST,),
     ),
     "numbers of items that are cast with the features": Fault(
-        ERROR, WHOLE, "bf16", Items, batches=items, optimizer=adamw(2e-2), line="bfloat16()"
+        ERROR,
+        WHOLE,
+        "bf16",
+        lambda: Computes(by_item, item=nn.Embedding(1008, 8), outer=nn.Linear(11, 1)),
+        batches=items,
+        optimizer=adamw(2e-2),
+        line="bfloat16()",
     ),
     "an offset before a difference": Fault(
         DIVERGENCE,
@@ -1089,31 +1019,68 @@ FAULTS = {
         INPUT,
         "batch['x']",
         "bf16",
-        Waves,
+        waves,
         batches=hours,
         optimizer=adamw(1e-2),
         cure="keep_fp32(model, ['frequency'])",
     ),
     "code outside of torch": Fault(
-        NOT_FINITE, WHOLE, "bf16", lambda: with_gain(lambda own, x: x * FromOutside.apply(own.get_parameter("gain")))
+        NOT_FINITE, WHOLE, "bf16", lambda: Own(lambda own, x: x * FromOutside.apply(own.gain), gain=gain())
     ),
-    "averages in 16 bits": Fault(LOST, "mean, square", "bf16", with_averages),
+    "averages in 16 bits": Fault(
+        LOST,
+        "mean, square",
+        "bf16",
+        lambda: Own(averages, **{name: torch.ones(32, dtype=torch.bfloat16) for name in ("mean", "square")}),
+    ),
     "a focal loss": Fault(DOMAIN, WHOLE, "bf16", lambda: Net([]), loss=focal, cure="fp32_ops(['sigmoid'])"),
     "a target that is too long": Fault(
         DOMAIN, WHOLE, "fp32", lambda: nn.Linear(8, 5), lambda: speech([11]), ctc, cure="leave out sample 11"
     ),
     "a row of padding": Fault(DOMAIN, WHOLE, "fp16", Padded, sequences, masked, cure="leave out sample 5"),
-    "a learned temperature": Fault(UNDERFLOW, WHOLE, "fp16", Temperature, cure="no cast to 16 bits in this line"),
-    "times": Fault(ERROR, WHOLE, "bf16", Timed, lambda: regression(64), cure="no cast to 16 bits in this line"),
-    "an operator that torch spells otherwise": Fault(
-        OVERFLOW, WHOLE, "fp16", Logits, loss=dice, optimizer=sgd(1e-3), cure="['einsum']"
+    "a learned temperature": Fault(
+        UNDERFLOW,
+        WHOLE,
+        "fp16",
+        lambda: Computes(by_temperature, layer=nn.Linear(8, 1), temperature=nn.Parameter(torch.tensor(1e-9))),
+        cure="no cast to 16 bits in this line",
     ),
-    "a norm that is rounded to less than 0": Fault(DOMAIN, "1", "fp16", far_norm, cure="keep_fp32(model, ['1'])"),
+    "times": Fault(
+        ERROR,
+        WHOLE,
+        "bf16",
+        lambda: Computes(timed, mix=nn.Linear(8, NARROW), out=nn.Linear(NARROW, 1)),
+        lambda: regression(64),
+        cure="no cast to 16 bits in this line",
+    ),
+    "an operator that torch spells otherwise": Fault(
+        OVERFLOW, WHOLE, "fp16", lambda: biased(3.0, nn.Linear(1, 1)), loss=dice, optimizer=sgd(1e-3), cure="['einsum']"
+    ),
+    "a norm that is rounded to less than 0": Fault(
+        DOMAIN, "1", "fp16", far_norm, cure="keep_fp32(model, ['1'])", no_cure="bfloat16"
+    ),
+    "small differences of large numbers, of which bf16 has fewer": Fault(
+        ERROR,
+        WHOLE,
+        "fp16",
+        lambda: Own(lambda own, x: x + torch.arange(3000.0, 3032.0).to(x.dtype) - 3000),
+        no_cure="bfloat16",
+    ),
+    "labels that are all infinite": Fault(
+        INPUT,
+        "batch['y']",
+        "fp32",
+        batches=lambda: [batch | {"y": batch["y"] / 0} for batch in regression()],
+        cure="finite values in batch['y']",
+    ),
+    "an overflow before a rate that explodes": planted(
+        (OVERFLOW, FORWARD, "1.wo", "fp16"), lambda: around(large_ffn()), optimizer=sgd(1e30), no_cure=""
+    ),
     "a norm in each block of a dict": Fault(
         ERROR,
         "blocks.a.norm",
         "bf16",
-        lambda: Net({name: normed(NaiveNorm) for name in "abc"}),
+        lambda: Net({name: normed() for name in "abc"}),
         cure="keep_fp32(model, ['blocks.a.norm', 'blocks.b.norm', 'blocks.c.norm'])",
         besides=(ERROR, ERROR),
     ),
@@ -1129,7 +1096,7 @@ FAULTS = {
         ERROR,
         "blocks.2.conv, blocks.1.conv, blocks.0.conv",
         "bf16",
-        lambda: Net([Centered() for _ in range(3)]),
+        lambda: Net([centered() for _ in range(3)]),
         cure="keep_fp32(model, ['blocks.2.conv', 'blocks.1.conv', 'blocks.0.conv'])",
     ),
     "a cast in each layer": Fault(

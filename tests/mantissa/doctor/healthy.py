@@ -16,6 +16,7 @@ from tests.mantissa.doctor.faults import (
     NARROW,
     WIDTH,
     Batch,
+    Computes,
     Net,
     Optimizer,
     Own,
@@ -41,13 +42,6 @@ def differential(model: nn.Module, batch: Batch) -> Tensor:
     return (slope.sum(-1) - batch["y"]).square().mean()
 
 
-def filtering() -> nn.Module:
-    """A model with complex weights, which have a reference of their own."""
-    model = Own(lambda own, x: torch.fft.irfft(torch.fft.rfft(x.float()) * own.get_parameter("gain"), n=32))
-    model.gain = nn.Parameter(torch.ones(17) + 0.5j)
-    return model
-
-
 def critic(model: nn.Module, batch: Batch) -> Tensor:
     """A loss that runs a part of the model without gradients on purpose."""
     with torch.no_grad():
@@ -61,12 +55,6 @@ def solved_at_first() -> list[Batch]:
     batches = regression()
     batches[0]["y"] = Own()(batches[0]["x"]).detach() + 1e-4
     return batches
-
-
-class Centred(Own):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x - 2000)
-        return y
 
 
 class TopRows(nn.Module):
@@ -97,17 +85,6 @@ class Capacity(nn.Module):
             rows = rows[..., None].expand(-1, -1, x.shape[-1])
             y = y.scatter_add(1, rows, (expert(x.gather(1, rows)) * weights[..., None]).to(y.dtype))
         return y
-
-
-class Masked(nn.Module):
-    """Sets the first feature to 0, by a mask that is a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", torch.tensor([-torch.inf] + [0.0] * (WIDTH - 1)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.masked_fill(self.mask.isinf(), 0)
 
 
 class Recomputed(nn.Module):
@@ -166,7 +143,14 @@ class Healthy:
 BOTH = ("fp32", "bf16")
 HEALTHY: dict[str, Healthy] = {
     "derivatives in the loss": Healthy(loss=differential, optimizer=adam(), precisions=BOTH),
-    "complex weights": Healthy(filtering, optimizer=adam(), precisions=BOTH),
+    "complex weights, which have a reference of their own": Healthy(
+        lambda: Own(
+            lambda own, x: torch.fft.irfft(torch.fft.rfft(x.float()) * own.gain, n=32),
+            gain=nn.Parameter(torch.ones(17) + 0.5j),
+        ),
+        optimizer=adam(),
+        precisions=BOTH,
+    ),
     "a part without gradients": Healthy(
         lambda: nn.ModuleDict({"generator": nn.Linear(8, 8), "critic": nn.Linear(8, 1)}),
         loss=critic,
@@ -178,7 +162,9 @@ HEALTHY: dict[str, Healthy] = {
         loss=lambda model, batch: 0.1 - model(batch["x"]).mean(), optimizer=sgd(0.3), precisions=BOTH
     ),
     "a loss that enters autocast": Healthy(loss=entering, precisions=("fp32", "bf16", "bf16_pure")),
-    "data that is centred before it is rounded": Healthy(Centred, changed(lambda x: 2000 + x)),
+    "data that is centred before it is rounded": Healthy(
+        lambda: Computes(lambda own, x: own.inner(x - 2000), inner=Own()), changed(lambda x: 2000 + x)
+    ),
     "a constant that bf16 does not hold": Healthy(
         batches=changed(lambda x: torch.where(torch.arange(8) == 3, 257.0, x))
     ),
@@ -192,7 +178,13 @@ HEALTHY: dict[str, Healthy] = {
     "activations that are recomputed": Healthy(lambda: Recomputed(False), optimizer=adam()),
     "activations that are recomputed, reentrant": Healthy(lambda: Recomputed(True), optimizer=adam()),
     "a buffer that is infinite from the beginning": Healthy(
-        lambda: around(Masked()), rows_of(noise), of_output(mean_square)
+        lambda: around(
+            Computes(
+                lambda own, x: x.masked_fill(own.mask.isinf(), 0), mask=torch.tensor([-torch.inf] + [0.0] * (WIDTH - 1))
+            )
+        ),
+        rows_of(noise),
+        of_output(mean_square),
     ),
     # An order of nearly equal scores is rounded to another one.
     "a part of the rows": Healthy(lambda: Net([TopRows(0.25), Turning()]), lambda: lines(64)),

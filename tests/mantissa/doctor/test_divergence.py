@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from mantissa.doctor.finding import DIVERGENCE, UPDATE, Examined
 from mantissa.doctor.training import MOST_STEPS, STEPS, divergence, leaves, steps_to_train
 from mantissa.step.step import Step
 from mantissa.step.trace import FORWARD
-from tests.mantissa.doctor.faults import WIDTH, Batch, Block, adamw, around, mean_square, step_of
+from tests.mantissa.doctor.faults import WIDTH, Batch, Block, Computes, adamw, around, mean_square, step_of
 
 
 def examined(step: Step) -> Examined:
@@ -25,21 +26,15 @@ def case_of(model: Callable[[], nn.Module], mode: str, loss: Callable[[Tensor, B
     return step_of(model, mode, loss=loss, optimizer=adamw(3e-3))
 
 
-class Rounded(nn.Module):
-    """Rounds its inputs to multiples of 1/4 towards minus infinity, in 16 bits only, from the third step on."""
+def rounded(steps: int = 0) -> nn.Module:
+    """Return layers whose outputs are multiples of 1/4, rounded down, in 16 bits only, from the third step on."""
 
-    def __init__(self, steps: int = 0) -> None:
-        super().__init__()
-        self.register_buffer("steps", torch.tensor(float(steps)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
+    def function(own: Any, x: Tensor) -> Tensor:
+        own.steps += 1
         half = x.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
-        return x + ((x * 4).floor() / 4 - x).detach() if half and self.steps > 2 else x
+        return x + ((x * 4).floor() / 4 - x).detach() if half and own.steps > 2 else x
 
-
-def rounded() -> nn.Module:
-    return nn.Sequential(around(nn.LayerNorm(WIDTH)), Rounded())
+    return nn.Sequential(around(nn.LayerNorm(WIDTH)), Computes(function, steps=torch.tensor(float(steps))))
 
 
 @pytest.mark.parametrize("mode", ["bf16_pure", "bf16"])
@@ -51,21 +46,16 @@ def test_fp32_weights_are_no_cure_where_they_do_not_help(mode: str) -> None:
     assert [cure for cure in finding.candidates if not examination.again(cure.step).findings] == []
 
 
-class Coarse(nn.Module):
-    """Rounds its inputs as a GPU rounds those of products in tf32, but far more: only numbers in fp32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + ((x * 2).round() / 2 - x).detach() if x.dtype == torch.float32 else x
-
-
 def test_tf32_may_differ_by_the_spread_of_its_rounding_alone() -> None:
-    (finding,) = examined(case_of(lambda: nn.Sequential(around(nn.LayerNorm(WIDTH)), Coarse()), "tf32")).findings
+    """What rounds as a GPU rounds the inputs of products in tf32, but far more: only numbers in fp32."""
+    coarse = Computes(lambda _, x: x + ((x * 2).round() / 2 - x).detach() if x.dtype == torch.float32 else x)
+    (finding,) = examined(case_of(lambda: nn.Sequential(around(nn.LayerNorm(WIDTH)), coarse), "tf32")).findings
     assert finding.kind == DIVERGENCE
     assert "rounding explains at most" in finding.detail
 
 
 def test_the_first_loss_is_not_one_of_updates() -> None:
-    step = step_of(lambda: nn.Sequential(around(nn.LayerNorm(WIDTH)), Rounded(2)), optimizer=adamw(1e-3))
+    step = step_of(lambda: rounded(2), optimizer=adamw(1e-3))
     findings = examined(step).findings
     assert [(finding.kind, finding.direction) for finding in findings] == [(DIVERGENCE, FORWARD)]
 

@@ -28,6 +28,7 @@ def test_a_fault_is_named(name: str) -> None:
     assert finding.format == (fault.format or finding.format)
     assert fault.line in finding.line, str(report)
     assert any(fault.cure in cure for cure in finding.cure or [""]), str(report)
+    assert fault.no_cure is None or not any(fault.no_cure in cure for cure in finding.cure), str(report)
     assert tuple(other.kind for other in report.findings[1:]) == fault.besides, str(report)
 
 

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.fp16_range import HIGHEST, LOWEST, Exponents, Range, fp16_range
 from mantissa.step.step import Step
-from tests.mantissa.doctor.faults import WIDTH, Block, around, step_of
+from tests.mantissa.doctor.faults import WIDTH, Block, Computes, around, step_of
 
 
 def test_what_a_scale_loses_is_what_fp16_rounds_to_0() -> None:
@@ -44,21 +44,11 @@ def test_a_format_with_fp32s_range_needs_no_scale() -> None:
     assert sum(layer.counts.sum().item() for layer in scales.rows) > 0
 
 
-class Recomputed(nn.Module):
-    """A block whose activations are recomputed."""
-
-    def __init__(self, recomputed: bool) -> None:
-        super().__init__()
-        self.block, self.recomputed = Block(), recomputed
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(self.block, x, use_reentrant=False) if self.recomputed else self.block(x)
-        return y
-
-
 def test_microbatches_and_recomputed_blocks_are_counted_once() -> None:
-    whole = measured(step_of(lambda: around(Recomputed(False)), "fp16"))
-    parts = measured(step_of(lambda: around(Recomputed(True)), "fp16", accumulate=2))
+    block = Computes(lambda own, x: own.block(x), block=Block())
+    recomputed = Computes(lambda own, x: checkpoint(own.block, x, use_reentrant=False), block=Block())
+    whole = measured(step_of(lambda: around(block), "fp16"))
+    parts = measured(step_of(lambda: around(recomputed), "fp16", accumulate=2))
     for one, other in zip(whole.rows, parts.rows, strict=True):
         assert (one.module, one.tensor, one.half) == (other.module, other.tensor, other.half)
         assert 2 * (one.counts.sum() + one.zeros) == other.counts.sum() + other.zeros

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mantissa.doctor.module_errors import local_errors, rounded
 from mantissa.formats import FP16, TF32
-from tests.mantissa.doctor.faults import WIDTH, around, mean_square, step_of
+from tests.mantissa.doctor.faults import WIDTH, Computes, around, mean_square, step_of
 
 
 class WrongGradient(torch.autograd.Function):
@@ -37,28 +37,19 @@ class Residual(nn.Module):
         return x + WrongGradient.apply(y)
 
 
-def test_a_wrong_gradient_in_a_container_is_found_there_and_nowhere_else() -> None:
-    findings = local_errors(step_of(lambda: around(Residual()))).findings
-    assert [(finding.kind, finding.direction, finding.module) for finding in findings] == [("error", "backward", "1")]
-    assert findings[0].detail.startswith("gradient of layer's result 0: e 0.05, ")
-
-
-def test_a_wrong_gradient_is_found_also_where_fp16_needs_a_loss_scale_to_hold_it() -> None:
-    step = step_of(lambda: around(Residual()), "fp16", loss=lambda output, batch: 1e-6 * mean_square(output, batch))
-    findings = local_errors(step).findings
-    assert [(finding.kind, finding.direction, finding.module) for finding in findings] == [("error", "backward", "1")]
+@pytest.mark.parametrize(("mode", "factor"), [("bf16", 1), ("fp16", 1e-6)])  # which needs a loss scale
+def test_a_wrong_gradient_in_a_container_is_found_there_and_nowhere_else(mode: str, factor: float) -> None:
+    step = step_of(lambda: around(Residual()), mode, loss=lambda output, batch: factor * mean_square(output, batch))
+    (finding,) = local_errors(step).findings
+    assert (finding.kind, finding.direction, finding.module) == ("error", "backward", "1")
+    assert finding.detail.startswith("gradient of layer's result 0: e 0.05, ")
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 @pytest.mark.parametrize("draw", ["rand_like", "randn_like", "bernoulli"])
 def test_random_numbers_are_the_same_in_every_precision(draw: str, mode: str) -> None:
-    class Twice(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            other: Tensor = getattr(torch, draw)(torch.full_like(x, 0.9))
-            y: Tensor = x * torch.rand_like(x) + other
-            return y
-
-    errors = local_errors(step_of(lambda: around(Twice()), mode))
+    twice = Computes(lambda _, x: x * torch.rand_like(x) + getattr(torch, draw)(torch.full_like(x, 0.9)))
+    errors = local_errors(step_of(lambda: around(twice), mode))
     assert (errors.findings, errors.notes) == ((), ())
 
 
@@ -71,13 +62,8 @@ def test_changes_in_place_are_followed(mode: str) -> None:
     assert {"0", "0.layer", "1", "2"} <= {row.module for row in errors.rows}
 
 
-class ChangesItsInput(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(2)
-
-
 def test_a_call_that_cannot_be_repeated_is_named() -> None:
-    errors = local_errors(step_of(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), ChangesItsInput())))
+    errors = local_errors(step_of(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Computes(lambda _, x: x.mul_(2)))))
     assert errors.findings == ()
     assert "errors of modules: 1 is left out: it cannot be called alone (RuntimeError)" in errors.notes
 

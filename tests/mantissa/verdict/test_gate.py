@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import mantissa
-from mantissa.errors import UsageError
 
 pytest_plugins = ["pytester"]
 
@@ -64,15 +63,6 @@ def test_an_arm_that_diverges_is_worse_and_an_error_of_the_training_is_its_own(t
         mantissa.precision_gate(lambda p, s: float("nan") if (p, s) == ("bf16", 2) else train(p, s), report=tmp_path)
     with pytest.raises(ZeroDivisionError):
         mantissa.precision_gate(lambda precision, seed: 1 / seed, report=tmp_path)
-
-
-def test_mistakes(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="two or more different precisions"):
-        mantissa.precision_gate(Train(), arms=("fp32",), report=tmp_path)
-    with pytest.raises(UsageError, match="arms 'bf16' must be two or more"):
-        mantissa.precision_gate(Train(), arms="bf16", report=tmp_path)
-    with pytest.raises(UsageError, match="let it return the final loss"):
-        mantissa.precision_gate(lambda precision, seed: None, report=tmp_path)  # type: ignore[arg-type, return-value]
 
 
 def test_the_fixture_fails_the_test_with_the_report_and_writes_its_page(pytester: pytest.Pytester) -> None:

@@ -27,6 +27,7 @@ Watching = Callable[..., Any]
 """Takes the arguments of ``mantissa.Watch``."""
 Trained = tuple[list[Any], Iterable[nn.Module]]
 """The losses of a loop, and what it has trained."""
+Loop = Callable[[Watching], Trained]
 
 
 class Unwatched:
@@ -60,12 +61,16 @@ def adam(net: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([weight for weight in net.parameters() if weight.requires_grad], lr=1e-2, **options)
 
 
-def plain(watching: Watching, step: Callable[..., Any], net: nn.Module | None = None, made: Any = adam) -> Trained:
-    """Train 6 steps, each taken by ``step(number, net, optimizer, watch)``, which returns the loss."""
-    net = net or Net()
-    optimizer = made(net)
-    watch = watching(net, optimizer)
-    return [step(number, net, optimizer, watch) for number in range(6)], [net]
+def taken_by(step: Callable[..., Any], build: Callable[[], nn.Module] = Net, made: Any = adam) -> Loop:
+    """A loop of 6 steps, each taken by ``step(number, net, optimizer, watch)``, which returns the loss."""
+
+    def loop(watching: Watching) -> Trained:
+        net = build()
+        optimizer = made(net)
+        watch = watching(net, optimizer)
+        return [step(number, net, optimizer, watch) for number in range(6)], [net]
+
+    return loop
 
 
 def simple(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
@@ -153,7 +158,7 @@ def caught(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
         if number == 2:
             net(*data(number))[0].backward()
             raise KeyboardInterrupt
-        return update(optimizer, net(*data(number))[0], watch)
+        return simple(number, net, optimizer, watch)
     except (RuntimeError, KeyboardInterrupt):
         optimizer.zero_grad()
 
@@ -178,14 +183,14 @@ def replaced(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
         optimizer.add_param_group({"params": net.head.parameters()})
     if number == 4:
         net.body = nn.Linear(4, 8)
-    return update(optimizer, net(*data(number))[0], watch)
+    return simple(number, net, optimizer, watch)
 
 
 def frozen(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
     net.body.requires_grad_(number >= 3)
     if number == 4:
         optimizer.add_param_group({"params": list(net.body.parameters())})
-    return update(optimizer, net(*data(number))[0], watch)
+    return simple(number, net, optimizer, watch)
 
 
 def rebuilt(watching: Watching) -> Trained:
@@ -194,7 +199,7 @@ def rebuilt(watching: Watching) -> Trained:
     watch = watching(net, optimizer)
     for number in range(6):
         optimizer = adam(net) if number == 3 else optimizer
-        losses.append(update(optimizer, net(*data(number))[0], watch))
+        losses.append(simple(number, net, optimizer, watch))
     return losses, [net]
 
 
@@ -286,22 +291,20 @@ def any_loss(change: Callable[[Tensor], Any]) -> Callable[..., Any]:
     return step
 
 
-def outputs(wrap: Callable[[Tensor], Any], loss_of: Callable[[Any], Tensor]) -> Callable[[Watching], Trained]:
+def outputs(wrap: Callable[[Tensor], Any], loss_of: Callable[[Any], Tensor]) -> Loop:
     """A model that returns anything."""
 
     class Other(Net):
         def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
             return wrap(super().forward(x, targets)[0])
 
-    return lambda watching: plain(
-        watching, lambda number, net, optimizer, watch: update(optimizer, loss_of(net(*data(number))), watch), Other()
-    )
+    return taken_by(lambda n, net, optimizer, watch: update(optimizer, loss_of(net(*data(n))), watch), Other)
 
 
 def averaged(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
     if not hasattr(optimizer, "average"):
         optimizer.average = torch.optim.swa_utils.AveragedModel(net, use_buffers=True)
-    loss = update(optimizer, net(*data(number))[0], watch)
+    loss = simple(number, net, optimizer, watch)
     optimizer.average.update_parameters(net)
     kept = copy.deepcopy(net.state_dict())
     net.load_state_dict(optimizer.average.module.state_dict())
@@ -324,14 +327,12 @@ def functional(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
     return update(optimizer, loss + 0 * sum(gradient.sum() for gradient in gradients.values()), watch)
 
 
-def sparse(watching: Watching, made: Any = torch.optim.SparseAdam, dtype: torch.dtype = torch.float32) -> Trained:
-    net = nn.EmbeddingBag(8, 4, sparse=True, mode="sum", dtype=dtype)
-
-    def step(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
-        loss = net(torch.tensor([[number, 1], [1, 2]])).square().mean()
-        return update(optimizer, loss, watch)
-
-    return plain(watching, step, net, lambda net: made(net.parameters(), 0.1))
+def sparse(made: Any = torch.optim.SparseAdam, dtype: torch.dtype = torch.float32) -> Loop:
+    return taken_by(
+        lambda n, net, optimizer, watch: update(optimizer, net(torch.tensor([[n, 1], [1, 2]])).square().mean(), watch),
+        lambda: nn.EmbeddingBag(8, 4, sparse=True, mode="sum", dtype=dtype),
+        lambda net: made(net.parameters(), 0.1),
+    )
 
 
 def masters(watching: Watching) -> Trained:
@@ -355,15 +356,12 @@ def masters(watching: Watching) -> Trained:
     return losses, [net]
 
 
-def scheduled(watching: Watching) -> Trained:
-    net, losses = Net(), []
-    optimizer = adam(net)
-    watch = watching(net, optimizer)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
-    for number in range(6):
-        losses.append(update(optimizer, net(*data(number))[0], watch))
-        schedule.step()
-    return losses, [net]
+def scheduled(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
+    if number == 0:
+        optimizer.schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+    loss = simple(number, net, optimizer, watch)
+    optimizer.schedule.step()
+    return loss
 
 
 class Noisy(torch.optim.AdamW):
@@ -414,23 +412,20 @@ def compiled(watching: Watching, kind: str) -> Trained:
     return [update(optimizer, called(*data(number))[0], watch) for number in range(6)], [net]
 
 
-def unusual_modules(watching: Watching) -> Trained:
-    """Modules whose outputs no meter knows."""
+class Unusual(Net):
+    """Has a module whose outputs no meter knows."""
 
     class Nested(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return torch.nested.nested_tensor([x[0], x[1, :2]], layout=torch.jagged), x.to_sparse()
 
-    class Around(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.nested = Nested()
+    def __init__(self) -> None:
+        super().__init__()
+        self.nested = self.Nested()
 
-        def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
-            self.nested(self.body(x))
-            return super().forward(x, targets)
-
-    return plain(watching, lambda n, net, optimizer, watch: update(optimizer, net(*data(n))[0], watch), Around())
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
+        self.nested(self.body(x))
+        return super().forward(x, targets)
 
 
 def parts(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
@@ -456,23 +451,23 @@ class Double(Net):
         return super().forward(x.double(), targets)
 
 
-LOOPS: dict[str, Callable[[Watching], Trained]] = {
+LOOPS: dict[str, Loop] = {
     "two optimizers": two_optimizers,
-    "several updates a step": lambda watching: plain(watching, several_updates),
-    "accumulation by hand": lambda watching: plain(watching, by_hand),
-    "closure": lambda watching: plain(watching, closure),
-    "lbfgs": lambda watching: plain(watching, closure, None, lambda net: torch.optim.LBFGS(net.parameters(), 0.1)),
-    "skipped batches": lambda watching: plain(watching, skipped),
-    "evaluation": lambda watching: plain(watching, evaluated),
-    "caught exceptions": lambda watching: plain(watching, caught),
-    "copies": lambda watching: plain(watching, copied),
-    "replaced layers": lambda watching: plain(watching, replaced),
-    "unfrozen": lambda watching: plain(watching, frozen, None, lambda net: adam(net.head)),
+    "several updates a step": taken_by(several_updates),
+    "accumulation by hand": taken_by(by_hand),
+    "closure": taken_by(closure),
+    "lbfgs": taken_by(closure, made=lambda net: torch.optim.LBFGS(net.parameters(), 0.1)),
+    "skipped batches": taken_by(skipped),
+    "evaluation": taken_by(evaluated),
+    "caught exceptions": taken_by(caught),
+    "copies": taken_by(copied),
+    "replaced layers": taken_by(replaced),
+    "unfrozen": taken_by(frozen, made=lambda net: adam(net.head)),
     "rebuilt optimizer": rebuilt,
-    "generation": lambda watching: plain(watching, generated),
-    "several backwards": lambda watching: plain(watching, several_backwards),
-    "gradient penalty": lambda watching: plain(watching, penalty),
-    "odd zero_grad": lambda watching: plain(watching, odd_zeros),
+    "generation": taken_by(generated),
+    "several backwards": taken_by(several_backwards),
+    "gradient penalty": taken_by(penalty),
+    "odd zero_grad": taken_by(odd_zeros),
     "scaler": scaled,
     "scaler, clip after": lambda watching: scaled(watching, "after"),
     "scaler, clip before": lambda watching: scaled(watching, "before"),
@@ -483,36 +478,36 @@ LOOPS: dict[str, Callable[[Watching], Trained]] = {
     "scaler, accumulation": lambda watching: scaled(watching, steps=2),
     "scaler, accumulation, early": lambda watching: scaled(watching, early=True, steps=2),
     "scaler, no autocast": lambda watching: scaled(watching, autocast=False),
-    "loss of several elements": lambda watching: plain(watching, any_loss(lambda loss: loss.expand(3))),
-    "complex loss": lambda watching: plain(watching, any_loss(lambda loss: loss * 1j)),
-    "integer loss": lambda watching: plain(watching, any_loss(lambda loss: torch.tensor(3))),
-    "nan for a log": lambda watching: plain(watching, any_loss(lambda loss: float("nan"))),
-    "no loss at all": lambda watching: plain(watching, any_loss(lambda loss: {"loss": loss})),
+    "loss of several elements": taken_by(any_loss(lambda loss: loss.expand(3))),
+    "complex loss": taken_by(any_loss(lambda loss: loss * 1j)),
+    "integer loss": taken_by(any_loss(lambda loss: torch.tensor(3))),
+    "nan for a log": taken_by(any_loss(lambda loss: float("nan"))),
+    "no loss at all": taken_by(any_loss(lambda loss: {"loss": loss})),
     "hf output": outputs(lambda loss: types.SimpleNamespace(loss=loss), lambda output: output.loss),
     "dict output": outputs(lambda loss: {"a": [loss], "b": None, "c": "text"}, lambda output: output["a"][0]),
     "complex output": outputs(lambda loss: loss * 1j, lambda output: output.imag),
-    "ema": lambda watching: plain(watching, averaged),
-    "functional_call": lambda watching: plain(watching, functional),
-    "sparse": sparse,
-    "sparse, sgd, bf16": lambda watching: sparse(watching, torch.optim.SGD, torch.bfloat16),
+    "ema": taken_by(averaged),
+    "functional_call": taken_by(functional),
+    "sparse": sparse(),
+    "sparse, sgd, bf16": sparse(torch.optim.SGD, torch.bfloat16),
     "masters": masters,
-    "schedule": scheduled,
-    "noisy optimizer": lambda watching: plain(watching, simple, None, lambda net: Noisy(net.parameters(), lr=1e-2)),
-    "optimizer of one's own": lambda watching: plain(watching, simple, None, lambda net: Mine(net.parameters(), 1)),
-    "fused": lambda watching: plain(watching, simple, None, lambda net: adam(net, fused=True)),
-    "foreach": lambda watching: plain(watching, simple, None, lambda net: adam(net, foreach=True)),
-    "adafactor": lambda watching: plain(watching, simple, None, lambda net: torch.optim.Adafactor(net.parameters())),
+    "schedule": taken_by(scheduled),
+    "noisy optimizer": taken_by(simple, made=lambda net: Noisy(net.parameters(), lr=1e-2)),
+    "optimizer of one's own": taken_by(simple, made=lambda net: Mine(net.parameters(), 1)),
+    "fused": taken_by(simple, made=lambda net: adam(net, fused=True)),
+    "foreach": taken_by(simple, made=lambda net: adam(net, foreach=True)),
+    "adafactor": taken_by(simple, made=lambda net: torch.optim.Adafactor(net.parameters())),
     "threads": threads,
     "compiled model": lambda watching: compiled(watching, "model"),
     "compiled later": lambda watching: compiled(watching, "later"),
     "compiled function": lambda watching: compiled(watching, "function"),
     "compiled optimizer": lambda watching: compiled(watching, "optimizer"),
-    "unusual modules": unusual_modules,
-    "only parts are called": lambda watching: plain(watching, parts),
-    "recomputed": lambda watching: plain(watching, recomputed),
-    "fp64": lambda watching: plain(watching, simple, Double()),
-    "bf16": lambda watching: plain(watching, mixed),
-    "bf16, fused": lambda watching: plain(watching, mixed, None, lambda net: adam(net, fused=True)),
+    "unusual modules": taken_by(simple, Unusual),
+    "only parts are called": taken_by(parts),
+    "recomputed": taken_by(recomputed),
+    "fp64": taken_by(simple, Double),
+    "bf16": taken_by(mixed),
+    "bf16, fused": taken_by(mixed, made=lambda net: adam(net, fused=True)),
 }
 
 
@@ -566,4 +561,6 @@ def test_a_loop_trains_the_same_bit_for_bit_with_a_watch(name: str) -> None:
         assert same_bits(plain, trained(**options)), options
     assert not [text for text in said if "cannot follow this loop" in text]
     assert any(SAID.get(name, "") in text for text in said), said
+    setups = [text for text in said if text.startswith("requested: ")]
+    assert len(setups) == sum(watch.number > 0 for watch in watches), said
     assert {(watch.number, watch.skipped) for watch in watches} == {STEPS.get(name, (6, 0))}

@@ -298,17 +298,3 @@ def test_fp16_weights_that_a_scaler_refuses_are_named_at_once(fused: bool) -> No
     mantissa.Watch(net, optimizer, torch.amp.GradScaler("cpu"), say=said.append)
     refused = "DIFFERS: The weights are float16, whose gradients a GradScaler refuses to unscale: load the weights in"
     assert [text.startswith(refused) for text in said] == ([] if fused else [True])
-
-
-def test_the_setup_is_said_once() -> None:
-    net, said = nn.Linear(2, 1), list[str]()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    watch = mantissa.Watch(net, optimizer, precision="bf16", say=said.append)
-    for _ in range(3):
-        loss = net(torch.ones(3, 2)).square().mean()
-        loss.backward()
-        optimizer.step()
-        watch.step(loss)
-    (setup,) = said
-    assert "requested: bf16" in setup
-    assert "DIFFERS: precision=bf16 asks for autocast" in setup
