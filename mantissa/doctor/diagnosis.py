@@ -44,7 +44,7 @@ from mantissa.doctor.finding import (
     Finding,
 )
 from mantissa.doctor.fp16_range import Range
-from mantissa.doctor.sweep import DIFFERENT, OK, RAISES, FormatTrial, Sweep, format_sweep
+from mantissa.doctor.sweep import DIFFERENT, OK, RAISES, FormatTrial, Sweep, at_its_scale, format_sweep
 from mantissa.formats import BF16, FP32, Format, plain
 from mantissa.step.step import Step
 
@@ -172,6 +172,12 @@ class Diagnosis:
         return as_run.status == OK if as_run is not None else self.taken.finite
 
     @property
+    def ended_at_scale(self) -> bool:
+        """Whether the run has ended at a loss scale, and the step is finite at a lower one."""
+        as_run = self.sweep.as_run
+        return self.taken.failed and as_run is not None and as_run.status == OK and as_run.scale != as_run.scales[0]
+
+    @property
     def facts(self) -> set[str]:
         """What is known of the step before the checks."""
         as_run, fp32 = self.sweep.as_run, self.sweep.of(plain(FP32))
@@ -236,9 +242,11 @@ def _sweep(result: Diagnosis) -> None:
     if sweep.as_run is not None and sweep.as_run.status == OK:
         result.step = taken.step.at_scale(sweep.as_run.scale)
 
-    # Nothing is left of its faults where a step is finite, and a `Trial` asks that of any cure.
+    # Nothing is left of its faults where a step is finite, and a `Trial` asks that of any cure: where a run has ended
+    # though a lower loss scale is finite, at the scale of the cure.
+    again = at_its_scale if result.ended_at_scale else lambda other: Examined()
     for finding in sweep.findings:
-        trial = Trial(finding, frozenset(), lambda other: Examined(), result.budget)
+        trial = Trial(finding, frozenset(), again, result.budget)
         result.faults.append(_tried(Fault(trial, sweep.half)))
 
 
@@ -307,6 +315,9 @@ def _search(result: Diagnosis) -> None:
 
     # With which scale and format, and from which place.
     scale = scales.proposed if scales is not None else None
+    if result.ended_at_scale and result.sweep.as_run is not None:
+        step = result.taken.step
+        scale = min(scale, result.sweep.as_run.scale) if scale is not None else None
     trial = replace(fault.trial, finding=fault.finding)  # with its place
     held = result.budget.run(ISLANDS, partial(search, step, trial, scale, _other_format(result)))
     result.faults[result.faults.index(fault)] = replace(fault, held=tuple(held or ()))

@@ -193,6 +193,8 @@ def take(step: Step, began: str = "its beginning", backs_off: bool = True) -> Ta
     if result is None:
         return TakenStep(step, began, memory_bytes=peak, own_autocast=replay.own_autocast)
 
+    nonfinite = bool(result.nonfinite)  # asked before other passes, which may change buffers
+
     # What one step shows of the loss: whether it changes a batch, and takes one of fewer samples.
     step = replace(step, changes_batches=replay.changed)
     replay = replay.of(step)
@@ -208,7 +210,7 @@ def take(step: Step, began: str = "its beginning", backs_off: bool = True) -> Ta
             "leave requires_grad of some parameters on"
         )
     first_loss = result.loss.item()
-    before = [] if result.nonfinite else [gradient.clone() for gradient in result.gradients.values()]
+    before = [] if nonfinite else [gradient.clone() for gradient in result.gradients.values()]
 
     # Once more: for its time (what is done for the first time takes longer), and because it must repeat.
     clock = time.monotonic()

@@ -12,7 +12,7 @@ from mantissa.display import dtype_name
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.cause import find_exception, find_origin
 from mantissa.doctor.dtypes import stored_in_half
-from mantissa.doctor.finding import DOMAIN, EXCEPTION, INPUT, NOT_FINITE, Finding
+from mantissa.doctor.finding import DOMAIN, EXCEPTION, INPUT, NOT_FINITE, Examined, Finding
 from mantissa.errors import FormatError, described, is_out_of_memory
 from mantissa.formats import BF16, FP32, TF32, Format, plain
 from mantissa.step.step import Replay, Step
@@ -222,9 +222,18 @@ def _unlocated(trial: FormatTrial, name: str) -> Finding:
 
 def _at_first_scale(step: Step, as_run: FormatTrial, budget: Budget) -> tuple[Finding, ...]:
     """Return the fault at the loss scale at which a run ended, where a lower one is finite."""
-    cause = partial(find_origin, as_run.replay(step, as_run.scales[0]), as_run.name)
-    finding = budget.run("cause", cause, always=True)
+    replay = as_run.replay(step, as_run.scales[0])
+    finding = budget.run("cause", partial(find_origin, replay, as_run.name), always=True)
+    if finding is None and (bad := replay.run().nonfinite):
+        finding = _unlocated(replace(as_run, status=BREAKS, nonfinite=tuple(bad)), as_run.name)
     return (finding,) if finding is not None else ()
+
+
+def at_its_scale(step: Step) -> Examined:
+    """Return the fault of a step that is not finite at its own loss scale."""
+    if not step.as_run().run().nonfinite:
+        return Examined()
+    return Examined(findings=(Finding(NOT_FINITE, BACKWARD, "", step.format.name),))
 
 
 _NO_HALF = "torch's GradScaler takes no gradients in float16"

@@ -294,7 +294,8 @@ def _microbatch(
     fits = isinstance(before, int) and before > 0 and before % least == 0 and batch_size % (before * ranks) == 0
     if fits and before != fitting:
         return Decision(MICRO, before, "as at the start of the run")
-    return Decision(MICRO, fitting, why if fitting == most else f"the largest up to {most} that divides {batch_size}")
+    why = why if fitting == sizes.micro_batch_size else f"{why}, lowered to divide the batch"
+    return Decision(MICRO, fitting, why)
 
 
 def _check(config: Config, steps: int, micro_batch_size: int) -> None:

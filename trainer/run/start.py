@@ -203,7 +203,10 @@ def _checkpoint_of(folder: RunFolder, plan: Plan) -> tuple[Path | None, str]:
     # A run that was killed at its end has taken all steps, but its export and its summary may be missing.
     if state != "complete":
         if step > steps:
-            raise UserError(f"steps={steps}, but {folder.path} was stopped after step {step}; set steps={step} or more")
+            instead = " in the place of epochs" if "epochs" in plan.config.typed else ""
+            raise UserError(
+                f"steps={steps}, but {folder.path} was stopped after step {step}; set steps={step} or more{instead}"
+            )
         return checkpoint, ""
     if step >= steps:
         fewer = f"steps={steps} is below that; " if step > steps else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -70,6 +71,56 @@ def test_no_scale_is_a_cure_that_loses_gradients(name: str, fixed: bool) -> None
     scales = [float(number) for cure in cures for number in re.findall(r"init_scale=([\d.e+-]+)", cure)]
     assert all(map(found.holds, scales)), text
     assert cures, text
+
+
+class Outside(torch.autograd.Function):
+    """Gradients above 50 become infinite, and no torch operator makes them so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        changed = gradient.clone()
+        numbers = changed.numpy()
+        numbers[abs(numbers.astype("float32")) > 50] = math.inf
+        return changed
+
+
+ENDED: dict[str, Callable[[], nn.Module]] = {
+    # Gradients of modules and weights fit into fp16 at this scale, and one between two lines does not.
+    "inside of a module": lambda: Computes(
+        lambda own, x: own.head(torch.relu(own.layer(x) / 1000) * 1000),
+        layer=nn.Linear(NARROW, NARROW),
+        head=nn.Linear(NARROW, 1),
+    ),
+    "outside of torch": lambda: Computes(
+        lambda own, x: own.head(x) + (Outside.apply(own.factor).half() * x.half()).sum(1, keepdim=True),
+        factor=nn.Parameter(torch.ones(NARROW)),
+        head=nn.Linear(NARROW, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("checks", [("formats", "range", "islands"), ("formats", "islands")])
+@pytest.mark.parametrize("name", ENDED)
+def test_what_cures_a_run_that_its_scale_ended_is_finite_at_that_scale_or_lowers_it(
+    name: str, checks: tuple[str, ...]
+) -> None:
+    torch.manual_seed(0)
+    model = ENDED[name]()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    batches = [{"x": torch.randn(8, NARROW), "y": torch.randn(8, 1)} for _ in range(8)]
+    step = LoopStep.copied(model, error, batches, FORMATS["fp16"], optimizer, 65536.0)
+    diagnosis = diagnose(replace(take(step, backs_off=False), failed=True), checks, 600)
+    text = str(Report(diagnosis))
+    as_run = diagnosis.sweep.as_run
+    assert as_run is not None
+    assert (diagnosis.verdict, as_run.status, as_run.scale < 65536) == ("FOUND", "ok", True), text
+    for fault in diagnosis.faults:
+        for cure in fault.held:
+            assert not cure.step.as_run().run().nonfinite, text
 
 
 def overflowing_twice() -> nn.Module:

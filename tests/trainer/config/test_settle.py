@@ -96,6 +96,16 @@ def test_what_auto_becomes(name: str) -> None:
     assert not automatic.keys() & expected.keys() & typed
 
 
+@pytest.mark.parametrize(("batch_size", "world", "lowered"), [(16, None, False), (100, None, True), (16, Two(), True)])
+def test_the_reason_of_a_microbatch_is_the_recipes_own_where_it_is_that(
+    batch_size: int, world: World | None, lowered: bool
+) -> None:
+    """GPT-2's is 16 here."""
+    decisions = plan_of(compose(*GPT2, f"batch_size={batch_size}"), CPU, world).decisions
+    (why,) = [decision.why for decision in decisions if decision.key == "micro_batch_size"]
+    assert ("lowered to divide the batch" in why) == lowered
+
+
 def test_the_sources_options_count_as_typed_and_a_continued_run_has_those_of_its_record() -> None:
     config = compose(*LORA)
     source = InitFrom(torch.__file__, {}, 3, True, {"recipe.size": "nano"})  # type: ignore[arg-type]
