@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mantissa.names import format_name as format_name
-
 
 @dataclass(frozen=True)
 class Number:

@@ -17,7 +17,7 @@ from mantissa.display import columns, counted, quantity
 from mantissa.doctor.checks import CHECKS
 from mantissa.doctor.examine import PRECISIONS, Report, examine
 from mantissa.errors import UsageError
-from mantissa.formats import format_name
+from mantissa.names import format_name
 from mantissa.step.step import Batch
 
 SEQ2SEQ, MASKED, CAUSAL, IMAGES = "Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification"

@@ -13,7 +13,7 @@ from torch import nn
 from mantissa.commands import report_folder, say_part, seconds_of
 from mantissa.doctor.examine import PRECISIONS, examine
 from mantissa.errors import UsageError
-from mantissa.formats import format_name
+from mantissa.names import format_name
 
 
 def main(arguments: list[str]) -> int:
