@@ -51,9 +51,9 @@ class Origin:
     node: Node
     path: tuple[str, ...]
     """Modules and operators from it to the output that it spoils."""
-    others: int = 0
+    others: int
     """Operators that are the first of their chains, as this one is; 0: it is the only one."""
-    opened: str = ""
+    opened: str
     """Fused attention that it is inside of, as torch's MATH kernel shows; empty: none."""
 
     @property

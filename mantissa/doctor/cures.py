@@ -182,9 +182,9 @@ class Islands(Cure):
     """Modules whose computation in fp32 cures the step; 1-minimal: without any one of them it is not cured."""
 
     modules: list[str]
-    minimal: bool = True
+    minimal: bool
     """Whether every module was tried to be left out."""
-    cost: str = ""
+    cost: str
     """Memory that they add to a step; empty: it was not measured."""
 
 

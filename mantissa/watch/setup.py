@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ class Setup:
     """Name of a precision format; empty: not stated."""
     effective: dict[str, str]
     """Formats in effect, by aspect, such as ``weights``."""
-    differences: list[str] = field(default_factory=list)
+    differences: list[str]
     """Sentences, each a silent difference with its cure."""
 
     def __str__(self) -> str:
@@ -163,7 +163,7 @@ class Aspect(NamedTuple):
     differences: list[str]
 
 
-def read_setup(first: FirstStep, precision: str | None = None) -> Setup:
+def read_setup(first: FirstStep, precision: str | None) -> Setup:
     """Return what is requested and what is effective, after an optimizer step.
 
     Args:

@@ -127,7 +127,7 @@ def test_islands_are_told_where_there_was_no_time_to_leave_some_out(monkeypatch:
     monkeypatch.setattr(Budget, "left", lambda self: 0.0 if over else 600.0)
     monkeypatch.setattr("mantissa.doctor.cures._needed", lambda names, cured: over.append(True) or names)
     build, modules = ISLANDS["two layers"]
-    result = diagnose(take(step_of(build, "fp16", with_zeros)), ("formats", "islands"))
+    result = diagnose(take(step_of(build, "fp16", with_zeros)), ("formats", "islands"), 600)
     assert result.islands is not None, str(Report(result))
     assert (set(result.islands.modules) >= set(modules), result.islands.minimal) == (True, False)
     assert "not minimal: out of time" in str(Report(result))
