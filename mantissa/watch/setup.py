@@ -327,13 +327,14 @@ def fp32_flags(kind: str) -> dict[str, str]:
 def flags_differ(kind: str, model: nn.Module, format: Format | None) -> list[str]:
     """Return where the flags of a kind of device are not those of a format that multiplies fp32 numbers."""
     differences = []
-    wanted = ("tf32",) if format and format.number is TF32 else ("ieee", "none")
-    for name, value in fp32_flags(kind).items() if format and not format.half else ():
-        there = any(isinstance(module, _KINDS[name.partition(".")[2]]) for module in model.modules())
-        if there and value not in wanted and (kind == "cuda" or wanted[0] != "tf32"):
-            cure = f"set torch.backends.{name}.fp32_precision = '{wanted[0]}'"
-            asked = f"precision={format.name if format else ''} has fp32 products in {value} ({name})"
-            differences.append(f"{asked}: {cure}.")
+    if format and not format.half and (kind == "cuda" or format.number is not TF32):
+        wanted = ("tf32",) if format.number is TF32 else ("ieee", "none")
+        for name, value in fp32_flags(kind).items():
+            there = any(isinstance(module, _KINDS[name.partition(".")[2]]) for module in model.modules())
+            if there and value not in wanted:
+                cure = f"set torch.backends.{name}.fp32_precision = '{wanted[0]}'"
+                asked = f"precision={format.name} has fp32 products in {value} ({name})"
+                differences.append(f"{asked}: {cure}.")
     try:
         _ = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     except RuntimeError:
