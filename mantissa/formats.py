@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mantissa.names import format_name as format_name
-
 
 @dataclass(frozen=True)
 class Number:
@@ -55,9 +53,9 @@ _OF_TORCHAO = {"Float8": FP8, "MXFP8": MXFP8, "MXTensor": MXFP8, "NVFP4": NVFP4}
 
 def scaled_number(module: nn.Module) -> Number | None:
     """Return the scaled numbers that a module multiplies, of torchao's or as ``trainer.precision.scaled`` makes it."""
-    kinds = [type(module).__name__, *(type(each.data).__name__ for each in module.parameters(recurse=False))]
-    own = getattr(vars(module).get("forward"), "args", ())  # of a partial
-    given = [each for each in own if isinstance(each, Number)]
+    kinds = [type(module).__name__, *(type(weight.data).__name__ for weight in module.parameters(recurse=False))]
+    bound = getattr(vars(module).get("forward"), "args", ())  # of a partial
+    given = [argument for argument in bound if isinstance(argument, Number)]
     return next(iter([*given, *(_OF_TORCHAO[part] for kind in kinds for part in _OF_TORCHAO if part in kind)]), None)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mantissa.formats import FORMATS, format_name
+from mantissa.formats import FORMATS
+from mantissa.names import format_name
 from mantissa.watch.passes import loss_in
 from mantissa.watch.watch import Watch
 

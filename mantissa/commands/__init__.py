@@ -14,10 +14,10 @@ def say_part(name: str) -> None:
 
 def seconds_of(option: str, text: str) -> float:
     """Return the seconds that ``90s``, ``5min`` or ``2h`` means, as a value of ``option``. Raises UsageError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
-    if not found or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
+    if not match or not float(match[1]):
         raise UsageError(f"{option}{text} is not a duration; write {option}90s, {option}5min or {option}2h")
-    return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]]
+    return float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
 
 
 def report_folder(path: str | Path) -> Path:

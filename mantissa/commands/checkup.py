@@ -17,7 +17,7 @@ from mantissa.display import columns, counted, quantity
 from mantissa.doctor.checks import CHECKS
 from mantissa.doctor.examine import PRECISIONS, Report, examine
 from mantissa.errors import UsageError
-from mantissa.formats import format_name
+from mantissa.names import format_name
 from mantissa.step.step import Batch
 
 SEQ2SEQ, MASKED, CAUSAL, IMAGES = "Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification"
@@ -53,13 +53,13 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
         config = transformers.AutoConfig.from_pretrained(source)
         mappings = {task: getattr(transformers, f"MODEL_FOR_{name}_MAPPING") for task, name in MAPPINGS.items()}
         able = {task: str(mapping[type(config)]) for task, mapping in mappings.items() if type(config) in mapping}
-        own = [task for task in able for name in config.architectures or [] if f".{name}'" in able[task]]
+        named = [task for task in able for name in config.architectures or [] if f".{name}'" in able[task]]
         if not able:
             raise UsageError(
                 f"{source}: a model of type {config.model_type} is no language model and classifies no images; load it "
                 "yourself and call mantissa.examine(model, loss, batches)"
             )
-        task = [*own, *able][0]
+        task = [*named, *able][0]
         loader = getattr(transformers, f"AutoModelFor{task}")
         model = loader.from_pretrained(source, config=config, dtype=torch.float32, attn_implementation=attention)
     except (OSError, ValueError, ImportError) as error:  # absent, unreachable, of unknown type, or code of its own
@@ -100,13 +100,13 @@ def text_batches(model: Any, task: str, tokenizer: Any, text: str, shape: tuple[
         if tokens.max() >= vocabulary:
             raise UsageError(f"the tokenizer has token {tokens.max()}, the model ends at {vocabulary - 1}; use its own")
     paddings = [getattr(owner, "pad_token_id", None) for owner in (tokenizer, model.config)]
-    padding = next((each for each in paddings if each is not None and each >= 0), 0)
+    padding = next((token for token in paddings if token is not None and token >= 0), 0)
     present = torch.ones(rows, length, dtype=torch.long)
     present[-1, length // 2 :] = 0
     wanted = inspect.signature(model.forward).parameters
     batches = []
-    for each in tokens[:count].view(number, rows, width):
-        inputs, labels = each[:, :length].masked_fill(present == 0, padding), each[:, -length:]
+    for texts in tokens[:count].view(number, rows, width):
+        inputs, labels = texts[:, :length].masked_fill(present == 0, padding), texts[:, -length:]
         if task == MASKED:
             hidden = torch.rand(rows, length, generator=generator) < 0.15
             hidden[:, 0] = True

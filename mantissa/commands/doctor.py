@@ -13,7 +13,7 @@ from torch import nn
 from mantissa.commands import report_folder, say_part, seconds_of
 from mantissa.doctor.examine import PRECISIONS, examine
 from mantissa.errors import UsageError
-from mantissa.formats import format_name
+from mantissa.names import format_name
 
 
 def main(arguments: list[str]) -> int:
@@ -36,10 +36,10 @@ def main(arguments: list[str]) -> int:
         inspect.signature(function).bind()
     except (TypeError, ValueError) as error:
         raise UsageError(f"{options.function}: {error}; give a function that needs no arguments") from None
-    found = None if isinstance(function, nn.Module) else function()
-    if not isinstance(found, tuple) or len(found) not in (3, 4) or not isinstance(found[0], nn.Module):
+    returned = None if isinstance(function, nn.Module) else function()
+    if not isinstance(returned, tuple) or len(returned) not in (3, 4) or not isinstance(returned[0], nn.Module):
         raise UsageError(f"{options.function} must be a function that returns model, loss, batches[, optimizer]")
-    model, loss, batches, *rest = found
+    model, loss, batches, *rest = returned
     folder = report_folder(options.report)
     report = examine(
         model,

@@ -26,7 +26,7 @@ from mantissa.doctor.outliers import Outlier, find_outlier, samples, without_out
 from mantissa.doctor.tape import UNWRITTEN, Node, Outside, Tape
 from mantissa.errors import described
 from mantissa.formats import FP16, FP32
-from mantissa.step.step import Batch, Replay, Step, batch_key, map_tensors
+from mantissa.step.step import Batch, Replay, ReplayResult, Step, batch_key, map_tensors
 from mantissa.step.trace import BACKWARD, CAST, FORWARD, Op, Site, Trace, line_of_exception
 from mantissa.tensors import numbers_in, storage
 
@@ -51,9 +51,9 @@ class Origin:
     node: Node
     path: tuple[str, ...]
     """Modules and operators from it to the output that it spoils."""
-    others: int = 0
+    others: int
     """Operators that are the first of their chains, as this one is; 0: it is the only one."""
-    opened: str = ""
+    opened: str
     """Fused attention that it is inside of, as torch's MATH kernel shows; empty: none."""
 
     @property
@@ -168,7 +168,7 @@ def locate(replay: Replay, format: str, opened: str = "") -> Origin | None:
     firsts = [next(nodes) for _, nodes in groupby(starts, key=lambda node: node.number)]
     alone = firsts if len(firsts) == 1 else [node for node in firsts[:_CANDIDATES] if _is_cured_by(replay, node)][:1]
     node = alone[0] if alone else firsts[0]
-    path = _path(node, slice_, result.nonfinite)
+    path = _path(node, slice_, result)
     origin = Origin(replay, format, node, path, 0 if alone else len(starts), opened)
 
     # Fused attention hides its operators: torch's MATH kernel shows them.
@@ -189,9 +189,10 @@ def _is_cured_by(replay: Replay, node: Node) -> bool:
         return not replay.run().nonfinite
 
 
-def _path(cause: Node, slice_: Sequence[Node], nonfinite: list[str]) -> tuple[str, ...]:
+def _path(cause: Node, slice_: Sequence[Node], result: ReplayResult) -> tuple[str, ...]:
     """Return what the fault passes through: the modules, or operators outside of them, and at last an output."""
-    if cause.site.direction == FORWARD and "loss" in nonfinite:
+    spoiled = result.nonfinite[0]  # the loss, else a gradient, else a buffer
+    if cause.site.direction == FORWARD and spoiled == "loss":
         slice_ = [node for node in slice_ if node.site.direction == FORWARD]
     ways = {cause: [cause]}  # from the cause to each operator that it reaches, in order
     for node in slice_:
@@ -202,9 +203,7 @@ def _path(cause: Node, slice_: Sequence[Node], nonfinite: list[str]) -> tuple[st
     names = [name for name, _ in groupby(site.module or site.op.removeprefix("aten.") for site in passed)]
     if len(names) > 4:
         names = [*names[:2], "…", names[-1]]
-    gradients = [name for name in nonfinite if name != "loss"]
-    output = "loss" if "loss" in nonfinite else f"gradient of {gradients[0]}" if gradients else nonfinite[0]
-    return (*names, output)
+    return (*names, f"gradient of {spoiled}" if spoiled in result.gradients else spoiled)
 
 
 # --- what the operator does: the same one in fp64 ---

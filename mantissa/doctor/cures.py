@@ -182,9 +182,9 @@ class Islands(Cure):
     """Modules whose computation in fp32 cures the step; 1-minimal: without any one of them it is not cured."""
 
     modules: list[str]
-    minimal: bool = True
+    minimal: bool
     """Whether every module was tried to be left out."""
-    cost: str = ""
+    cost: str
     """Memory that they add to a step; empty: it was not measured."""
 
 
@@ -288,7 +288,7 @@ def _broken_module(step: Step, modules: list[str], tried_on: list[list[Batch]], 
 def _is_near_largest(op: Op) -> bool:
     """Return whether a result in fp16 is too near to the largest number; a mask of that number is meant."""
     for tensor in numbers_in(op.result) if op.bare_name not in UNWRITTEN else ():
-        if tensor.dtype == torch.float16 and tensor.numel():
+        if tensor.dtype == torch.float16:
             sizes = tensor.detach().abs()
             sizes = sizes[sizes < FP16.largest]
             if sizes.numel() and sizes.max().item() > FP16.largest / _HEADROOM:

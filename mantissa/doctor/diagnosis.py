@@ -94,7 +94,7 @@ class Fault:
 
     trial: Trial
     """Tries its cures, on the check that reported it."""
-    half: bool = False
+    half: bool
     """Whether fp32 in some places may cure it."""
     held: tuple[Cure, ...] = ()
     at: dict[str, Any] = field(default_factory=dict)
@@ -200,8 +200,8 @@ class Diagnosis:
 
 def diagnose(
     taken: TakenStep,
-    checks: Sequence[str] = CHECKS,
-    time_budget_s: float = 60,
+    checks: Sequence[str],
+    time_budget_s: float,
     say: Say = lambda name: None,
 ) -> Diagnosis:
     """Examine a step.

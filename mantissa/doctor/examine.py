@@ -22,7 +22,8 @@ from mantissa.doctor.finding import Finding
 from mantissa.doctor.report import lines, opening, write_report
 from mantissa.doctor.training import MOST_STEPS
 from mantissa.errors import UsageError, check_type
-from mantissa.formats import FORMATS, computing_in, format_name
+from mantissa.formats import FORMATS, computing_in
+from mantissa.names import format_name
 from mantissa.step.ledger import MemoryLedger
 from mantissa.step.loop import LoopStep, Loss
 from mantissa.step.step import ReplayResult, Step

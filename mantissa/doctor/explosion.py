@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class _Cause:
     finding: Finding
     step: Step
     batches: list[list[Batch]]
-    times: float = field(default=1.0)
+    times: float = 1.0
     """Factor between the losses of the run and those without the cause."""
 
 

@@ -105,14 +105,10 @@ class Range(Examined):
         scale = 2.0 ** min(self.highest, max(16, self.lowest))
         return scale if scale >= LEAST_SCALE else None
 
-    def holds(self, scale: float) -> bool:
-        """Return whether a scale holds all gradients."""
-        return self.lowest is not None and self.highest is not None and 2.0**self.lowest <= scale <= 2.0**self.highest
-
     def text(self) -> str:
-        """Return which scales fit, in a line."""
-        if self.highest is None or self.lowest is None:
-            return "scale: not needed"
+        """Return which scales fit, in a line; there is a gradient in fp16."""
+        assert self.highest is not None
+        assert self.lowest is not None
         if self.lowest <= self.highest:
             return f"scale: 2^{self.lowest} … 2^{self.highest} holds all gradients"
         above = f"above 2^{self.highest} the largest gradients overflow"

@@ -343,11 +343,10 @@ class _Comparison:
 
         Infinite for torch's layer norm on a CPU, whose error has no limit where gradients cancel.
         """
-        module = self._in_low.model.get_submodule(self._call.module)
-        parameter = dict(module.named_parameters()).get(name)
+        parameter = dict(self._layer.named_parameters()).get(name)
         if parameter is None or parameter.dtype.itemsize > 2:
             return 0
-        if isinstance(module, nn.LayerNorm) and parameter.device.type == "cpu":
+        if isinstance(self._layer, nn.LayerNorm) and parameter.device.type == "cpu":
             return math.inf
         width = parameter.shape[-1:].numel()
         return max((gradient.numel() // width for gradient in self._cotangents if gradient is not None), default=0)

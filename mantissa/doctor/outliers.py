@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mantissa.display import shortened
 from mantissa.step.step import Batch, batch_key, map_tensors
 
 _RATIO = 30.0
@@ -57,8 +58,7 @@ def without_outliers(batch: Batch) -> Batch:
 
 def samples(rows: list[int]) -> str:
     """Return samples in words."""
-    shown, more = ", ".join(map(str, rows[:4])), ", …" if len(rows) > 4 else ""
-    return f"{'samples' if len(rows) > 1 else 'sample'} {shown}{more}"
+    return f"{'samples' if len(rows) > 1 else 'sample'} {shortened(list(map(str, rows)), 4)}"
 
 
 def _far(tensor: Tensor) -> tuple[list[int], Tensor, float]:

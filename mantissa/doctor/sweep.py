@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from mantissa.display import dtype_name
+from mantissa.display import dtype_name, shortened
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.cause import find_exception, find_origin
 from mantissa.doctor.dtypes import stored_in_half
@@ -216,8 +216,7 @@ def _unlocated(trial: FormatTrial, name: str) -> Finding:
     bad = trial.nonfinite
     gradient = next((output for output in bad if output != "loss"), "")
     direction, module = (FORWARD, "") if "loss" in bad else (BACKWARD, gradient.rpartition(".")[0])
-    shown = ", ".join(bad[:3]) + (", …" if len(bad) > 3 else "")
-    return Finding(NOT_FINITE, direction, module, name, detail=f"{shown}: no torch operator made it so")
+    return Finding(NOT_FINITE, direction, module, name, detail=f"{shortened(bad, 3)}: no torch operator made it so")
 
 
 def _at_first_scale(step: Step, as_run: FormatTrial, budget: Budget) -> tuple[Finding, ...]:

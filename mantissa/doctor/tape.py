@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -57,9 +57,9 @@ class Node:
     site: Site
     given: bool
     """Whether the infinities were asked for (a mask of -inf), and not computed."""
-    sources: list[Node] = field(default_factory=list)
+    sources: list[Node]
     """Operators that made its inputs that are not finite."""
-    outside: list[Outside] = field(default_factory=list)
+    outside: list[Outside]
     """Inputs that are not finite and come from outside."""
 
     @property

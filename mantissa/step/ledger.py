@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Ledger:
     """Most bytes that each category held at any moment; the moments differ, so these add up to more."""
     half_at_peak: dict[str, int]
     """Part of ``at_peak`` that is in floating-point dtypes of at most 16 bits."""
-    largest: list[dict[str, Any]] = field(default_factory=list)
+    largest: list[dict[str, Any]]
     """Largest tensors at that moment: ``name`` of the parameter, of the buffer or of the operator that made it, such as
     ``aten.addmm.default``, ``category``, ``shape``, ``dtype`` and ``bytes``."""
 
@@ -51,8 +51,8 @@ class Ledger:
             for row in self.largest
         ]
         peak = f"Peak {display.size(self.peak_bytes)}, reached in the {self.peak_phase} phase"
-        tensors = ["Largest tensors at the peak:", display.columns(large)] if large else []
-        return "\n".join([peak, "", display.columns(rows), "", *tensors, "", self.sentence(), ""])
+        tensors = f"Largest tensors at the peak:\n{display.columns(large)}"
+        return "\n".join([peak, "", display.columns(rows), "", tensors, "", self.sentence(), ""])
 
     def sentence(self) -> str:
         """Return a sentence about what dominates the peak and what autocast can save there.

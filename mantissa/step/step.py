@@ -653,7 +653,6 @@ class Widened(TorchDispatchMode):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dtype = dtype
         narrower = [torch.float16, torch.bfloat16, *([torch.float32] if dtype == torch.float64 else [])]
         self._wider = dict.fromkeys(narrower, dtype)
         if dtype == torch.float64:

@@ -285,11 +285,6 @@ class Trace(TorchDispatchMode):
             self._numbers.append(torch.autograd._get_sequence_nr())
             self._owners.append(self.module())
 
-    @property
-    def inside(self) -> bool:
-        """Whether a module's forward runs now."""
-        return bool(self._stack)
-
     def module(self) -> str:
         """Return the name of the module whose forward runs now; an empty string: none, or the model itself."""
         return self._stack[-1] if self._stack else ""
@@ -375,7 +370,7 @@ class DtypeRecorder(Trace):
         if given and direction == FORWARD and op.computes:
             # An operator in fp8 has a result in another dtype.
             dtype = given[0].dtype if given[0].itemsize == 1 else results[0].dtype
-            self._computed[module if self.inside else LOSS][dtype] += 1
+            self._computed[module if self._stack else LOSS][dtype] += 1
         if self._weights and name == CAST and direction == FORWARD and _is_half(dtypes):
             weight = self._weights.get(op.args[0].data_ptr())
             if weight is not None:

@@ -150,7 +150,7 @@ def look_level(look: int) -> float:
     return ALPHA * (0.8 if look == 1 else 0.2 / 2 ** (look - 1))
 
 
-def holm(p_values: Sequence[float], alpha: float = ALPHA) -> list[float]:
+def holm(p_values: Sequence[float], alpha: float) -> list[float]:
     """Return the level that each p-value must be below, so that the chance of any false rejection is at most alpha.
 
     The smallest of n is compared with alpha / n, the next with alpha / (n − 1), and so on up to the first that is not
@@ -246,7 +246,7 @@ def student_quantile(probability: float, freedom: float) -> float:
     return high
 
 
-def _standard_error(array: np.ndarray, rounding: float = 0.0) -> float:
+def _standard_error(array: np.ndarray, rounding: float) -> float:
     return max(float(array.std(ddof=1)), rounding) / math.sqrt(len(array))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ class Setup:
     """Name of a precision format; empty: not stated."""
     effective: dict[str, str]
     """Formats in effect, by aspect, such as ``weights``."""
-    differences: list[str] = field(default_factory=list)
+    differences: list[str]
     """Sentences, each a silent difference with its cure."""
 
     def __str__(self) -> str:
@@ -163,7 +163,7 @@ class Aspect(NamedTuple):
     differences: list[str]
 
 
-def read_setup(first: FirstStep, precision: str | None = None) -> Setup:
+def read_setup(first: FirstStep, precision: str | None) -> Setup:
     """Return what is requested and what is effective, after an optimizer step.
 
     Args:
@@ -327,13 +327,14 @@ def fp32_flags(kind: str) -> dict[str, str]:
 def flags_differ(kind: str, model: nn.Module, format: Format | None) -> list[str]:
     """Return where the flags of a kind of device are not those of a format that multiplies fp32 numbers."""
     differences = []
-    wanted = ("tf32",) if format and format.number is TF32 else ("ieee", "none")
-    for name, value in fp32_flags(kind).items() if format and not format.half else ():
-        there = any(isinstance(module, _KINDS[name.partition(".")[2]]) for module in model.modules())
-        if there and value not in wanted and (kind == "cuda" or wanted[0] != "tf32"):
-            cure = f"set torch.backends.{name}.fp32_precision = '{wanted[0]}'"
-            asked = f"precision={format.name if format else ''} has fp32 products in {value} ({name})"
-            differences.append(f"{asked}: {cure}.")
+    if format and not format.half and (kind == "cuda" or format.number is not TF32):
+        wanted = ("tf32",) if format.number is TF32 else ("ieee", "none")
+        for name, value in fp32_flags(kind).items():
+            there = any(isinstance(module, _KINDS[name.partition(".")[2]]) for module in model.modules())
+            if there and value not in wanted:
+                cure = f"set torch.backends.{name}.fp32_precision = '{wanted[0]}'"
+                asked = f"precision={format.name} has fp32 products in {value} ({name})"
+                differences.append(f"{asked}: {cure}.")
     try:
         _ = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     except RuntimeError:

@@ -19,7 +19,8 @@ from mantissa.display import counted
 from mantissa.doctor.checks import ISLANDS, MANIFEST, RANGE, SWEEP
 from mantissa.doctor.examine import PRECISIONS, Report, examine
 from mantissa.errors import FormatError, NotFiniteError, UsageError, check_type, described
-from mantissa.formats import FORMATS, TF32, computing_in, format_name
+from mantissa.formats import FORMATS, TF32, computing_in
+from mantissa.names import format_name
 from mantissa.step.loop import Loss
 from mantissa.tensors import changed_by, finite, numbers_in
 from mantissa.watch.hooks import Listener, observing

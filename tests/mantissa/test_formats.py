@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mantissa.formats import BASIC, BF16, FORMATS, FP8, FP16, FP32, NEAREST, TF32, Number, format_name
+from mantissa.formats import BASIC, BF16, FORMATS, FP8, FP16, FP32, NEAREST, TF32, Number
+from mantissa.names import format_name
 
 
 @pytest.mark.parametrize(

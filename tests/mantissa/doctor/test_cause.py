@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 
 from mantissa.doctor.cause import find_origin, locate
 from mantissa.doctor.finding import OVERFLOW
@@ -23,6 +24,26 @@ def test_an_operator_is_found_with_its_place_and_its_way_to_the_loss() -> None:
     assert finding is not None
     assert (finding.kind, finding.format, finding.path) == (OVERFLOW, "fp16+scaler", origin.path)
     assert finding.path[-1] == "loss"
+
+
+class Peak(nn.Module):
+    """A linear layer that notes the largest of its results, in a unit in which fp16 cannot hold it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("peak", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.layer(x)
+        self.peak.copy_((result.detach().abs() * 1e6).amax())
+        return result
+
+
+def test_a_way_that_ends_in_a_buffer_names_it() -> None:
+    finding = find_origin(step_of(Peak, "fp16").as_run(), "fp16")
+    assert finding is not None
+    assert (finding.kind, finding.op, finding.path[-1]) == (OVERFLOW, "aten.mul", "peak")
 
 
 def test_results_of_one_operator_are_in_its_order() -> None:

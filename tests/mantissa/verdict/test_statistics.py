@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mantissa.verdict.statistics import (
+    ALPHA,
     BETTER,
     EQUIVALENT,
     INCONCLUSIVE,
@@ -100,11 +101,12 @@ def test_the_interval_that_is_returned_is_the_one_that_decided() -> None:
 
 def test_holms_levels() -> None:
     p_values = [0.04, 0.001, 0.012, 0.03, 0.016]
-    assert holm(p_values) == pytest.approx([0.025, 0.01, 0.0125, 0.025, 0.05 / 3])
-    assert [p < level for p, level in zip(p_values, holm(p_values), strict=True)] == [False, True, True, False, True]
-    assert holm([0.5]) == [0.05]
-    assert holm([]) == []
-    assert holm([0.02, 0.02]) == pytest.approx([0.025, 0.05])
+    levels = holm(p_values, ALPHA)
+    assert levels == pytest.approx([0.025, 0.01, 0.0125, 0.025, 0.05 / 3])
+    assert [p < level for p, level in zip(p_values, levels, strict=True)] == [False, True, True, False, True]
+    assert holm([0.5], ALPHA) == [0.05]
+    assert holm([], ALPHA) == []
+    assert holm([0.02, 0.02], ALPHA) == pytest.approx([0.025, 0.05])
 
 
 def test_the_levels_of_any_number_of_looks_add_up_to_5_percent() -> None:
