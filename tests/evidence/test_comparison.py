@@ -17,7 +17,7 @@ from evidence.comparison.report import _cost, cost_rows, lead, notes, quality_ro
 from evidence.runs import Arm, Runner, merge_overrides
 from mantissa.display import columns
 from mantissa.verdict.judge import judge
-from mantissa.verdict.runs import Run, by_arm
+from mantissa.verdict.runs import Run, Store, by_arm
 from mantissa.verdict.statistics import Interval
 from trainer.errors import UserError
 from trainer.files import in_use
@@ -128,7 +128,7 @@ def reported(tmp_path: Path) -> Callable[..., Result]:
         arms = [Arm(label, (f"precision={label}",)) for label in labels]
         plan = ComparisonPlan(arms, [0, 1, 2], output_dir=tmp_path, name="a<b")
         of_arms = by_arm(labels, runs)
-        rows = judge(of_arms, plan.margin, measures=COSTS)
+        rows = judge(of_arms, plan.margin, Store(), COSTS)
         return Result(plan, of_arms, rows, facts, [{"seeds": plan.seeds, "ended": []}])
 
     return make
