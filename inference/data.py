@@ -20,7 +20,7 @@ from trainer.errors import UserError
 from trainer.recipe import DataSource
 
 
-def open_data(run: RunConfig, exported: Exported, split: str = "valid") -> Datasets:
+def open_data(run: RunConfig, exported: Exported, split: str) -> Datasets:
     """Open the data as the model knows it; for ``split=all`` text without a cut.
 
     Raises:

@@ -97,7 +97,7 @@ def evaluation(exported: Exported, options: EvaluateOptions, overrides: Sequence
     return facts
 
 
-def measure(exported: Exported, run: RunConfig, split: str, at_least: int = 1) -> Measured:
+def measure(exported: Exported, run: RunConfig, split: str, at_least: int) -> Measured:
     """Open data and model in the precision of the run, and evaluate the samples of ``split``.
 
     Batches are of ``micro_batch_size``, or smaller so that there are ``at_least`` so many.
@@ -158,7 +158,7 @@ def measure(exported: Exported, run: RunConfig, split: str, at_least: int = 1) -
         np.array(targets),
         {name: torch.stack([batch[name] for batch in sums]).double().cpu().numpy() for name in sums[0]},
         about | {"targets": count_of_targets, "batch_size": size},
-        sum(units) / max(seconds, 1e-9),
+        sum(units) / seconds,
         run.not_timed(model),
         classes,
         given,
