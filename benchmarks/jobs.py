@@ -65,8 +65,8 @@ def resnet_job(hardware: Hardware) -> Job:
     return Job("resnet50", (*overrides, "batch_size=32"))
 
 
-def shakespeare(text: str = "") -> Job:
-    """Return nanoGPT's experiment on a file of text; without one, on the source of the standard library."""
+def shakespeare(text: str) -> Job:
+    """Return nanoGPT's experiment on a file of text; empty: on the source of the standard library."""
     data = (f"data.path={text}",) if text else ("data=python_docs", "data.tokenizer=chars")
     return Job("shakespeare", ("experiment=shakespeare_cpu", *data), steps=5)
 

@@ -124,8 +124,8 @@ class PlainLoop:
         train: np.ndarray,
         seed: int,
         device: torch.device,
-        bf16: bool = False,
-        compiled: bool = False,
+        bf16: bool,
+        compiled: bool,
     ) -> None:
         self.shape, self.train = shape, train.astype(np.uint16)
         self.device, self.bf16 = device, bf16
@@ -168,7 +168,7 @@ class PlainLoop:
         return rows[:, :-1], rows[:, 1:]
 
 
-def _plain(shape: PlainShape, trainer: Trainer, seed: int, bf16: bool = False, compiled: bool = False) -> PlainLoop:
+def _plain(shape: PlainShape, trainer: Trainer, seed: int, bf16: bool, compiled: bool) -> PlainLoop:
     """Return the baseline on a trainer's text."""
     assert isinstance(trainer.datasets, TextDatasets)
     tokens = trainer.datasets.tokens

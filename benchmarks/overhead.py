@@ -122,19 +122,20 @@ def by_repeat(seconds: Times, repeats: int, rounds: int) -> Times:
     return {name: [sum(blocks[first : first + rounds]) for first in firsts] for name, blocks in seconds.items()}
 
 
-def trainer_cost(bench: Bench, jobs: Sequence[Job] = ()) -> Iterator[Row]:
+def trainer_cost(bench: Bench) -> Iterator[Row]:
     """Measure the overhead of the trainer, with everything on, over a loop written by hand.
 
     That of a tiny model also in CPU time of the thread that trains: on a busy machine the seconds on the wall differ by
     more than it costs. The CPU time leaves out what it waits for, such as another thread of Python.
     """
-    language, tiny = jobs or (gpt2_job(bench.hardware), TINY_MLP)
     options = (f"precision={bench.mode}", "clip=norm", f"log_every={LOG_EVERY}", "checkpoint=none")
-    measurements: list[tuple[Job, str, float, Clock]] = [(language, "%", 2.0, time.perf_counter)]
-    measurements.append((tiny, "ms", 0.05, time.perf_counter))
+    measurements: list[tuple[Job, str, float, Clock]] = [
+        (gpt2_job(bench.hardware), "%", 2.0, time.perf_counter),
+        (TINY_MLP, "ms", 0.05, time.perf_counter),
+    ]
     if not bench.hardware.is_gpu:
         # In short blocks, so that both loops see the same load.
-        often = replace(tiny, name=f"{tiny.name} by CPU time", steps=max(1, tiny.steps // 5))
+        often = replace(TINY_MLP, name=f"{TINY_MLP.name} by CPU time", steps=TINY_MLP.steps // 5)
         measurements.append((often, "ms", 0.05, time.thread_time))
     for job, unit, target, clock in measurements:
         times = alternate(bench, job, options, clock=clock)
@@ -241,10 +242,10 @@ def memory_is_by(device: torch.device) -> str:
     return "CUDA's allocator" if device.type == "cuda" else "the ledger of mantissa/step/ledger.py"
 
 
-def peak_memory(bench: Bench, jobs: Sequence[tuple[Job, str]] = ()) -> Iterator[Row]:
+def peak_memory(bench: Bench) -> Iterator[Row]:
     """Measure the peak memory of one step, trainer over hand-written loop; it is exact and needs no repeats."""
     hardware, device = bench.hardware, bench.hardware.device
-    for job, mode in jobs or ((gpt2_job(hardware), bench.mode), (BIGNET, "fp32")):
+    for job, mode in ((gpt2_job(hardware), bench.mode), (BIGNET, "fp32")):
         options = (f"precision={mode}", "clip=norm")
         config = job.config(*options, f"device={device}")
         workload = Workload(Trainer.from_config(config, hardware)).first_batches(PEAK_STEP)

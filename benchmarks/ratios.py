@@ -74,12 +74,12 @@ def _speedups(bench: Bench, job: Job, pairs: Sequence[tuple[str, str]]) -> Itera
         yield Row(title.format(fast, slow), "x", ratios(times, slow, fast), how, target, at_most=False)
 
 
-def fp32_kernels(bench: Bench, job: Job | None = None) -> Iterator[Row]:
+def fp32_kernels(bench: Bench) -> Iterator[Row]:
     """Measure a step with fp32 arithmetic on 16-bit operands, on a CPU where that is faster than its own kernels.
 
     Torch's own kernels may take 20 times as long, so two repeats are enough.
     """
-    job, hardware = job or gpt2_job(bench.hardware), bench.hardware
+    job, hardware = gpt2_job(bench.hardware), bench.hardware
     for mode in ("bf16", "fp16"):
         if not kernels.not_timed_here(mode, hardware):
             continue
@@ -110,12 +110,12 @@ def _training_block(bench: Bench, job: Job, precision: str) -> Callable[[], floa
     return block
 
 
-def optimizers(bench: Bench, job: Job | None = None, names: Sequence[str] = OPTIMIZERS) -> Iterator[Row]:
+def optimizers(bench: Bench) -> Iterator[Row]:
     """Measure a step with each optimizer beside one with AdamW."""
-    job = job or gpt2_job(bench.hardware)
+    job = gpt2_job(bench.hardware)
     title = f"{job.name}, a step with {{}} / with adamw"
     blocks: dict[str, Callable[[], float]] = {}
-    for name in ("adamw", *names):
+    for name in ("adamw", *OPTIMIZERS):
         try:
             steps = steps_of(_trainer(bench, job, f"optimizer={name}"))
             blocks[name] = partial(stopwatch(steps, bench.hardware.device), job.steps)
@@ -126,13 +126,13 @@ def optimizers(bench: Bench, job: Job | None = None, names: Sequence[str] = OPTI
         yield Row(title.format(name), "x", ratios(times, name, "adamw"), job.line(f"optimizer={name}"))
 
 
-def parallel(bench: Bench, overrides: Sequence[str] = ()) -> Iterator[Row]:
+def parallel(bench: Bench) -> Iterator[Row]:
     """Measure Mantissa's DDP against torch's own in two processes."""
     hardware, name = bench.hardware, f"{PROCESSES} processes, Mantissa's DDP over torch's DDP written by hand"
     if hardware.is_gpu and torch.cuda.device_count() < PROCESSES:
         yield Row(name, "%", [], f"not measured: needs {PROCESSES} GPUs")
         return
-    options = (f"precision={bench.mode}", "clip=norm", "parallel=ddp", *overrides)
+    options = (f"precision={bench.mode}", "clip=norm", "parallel=ddp")
     file, torchrun = bench.folder / "times.json", f"torchrun --nproc-per-node={PROCESSES}"
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={PROCESSES}"]
     command += ["-m", "benchmarks.ratios", str(file), str(bench.repeats), *options]
@@ -181,13 +181,13 @@ def max_batch(bench: Bench) -> Iterator[Row]:
     yield Row(title.format("bf16 / fp32"), "x", [largest["bf16"] / largest["fp32"]], "the two above")
 
 
-def startup(bench: Bench, script: Path = PROJECT / "scripts/train.py") -> Iterator[Row]:
+def startup(bench: Bench) -> Iterator[Row]:
     """Measure the seconds from the start of a process to its first step, and to the report of a mistake."""
     train = ["recipe=gpt2", f"precision={bench.mode}", "steps=1", "eval_samples=1", f"device={bench.hardware.device}"]
     mistake = ["precision=bf61"]
 
     def seconds(*arguments: str, code: int = 0, until: str | None = None) -> float:
-        return _seconds([sys.executable, str(script), *arguments], bench.folder, code, until)
+        return _seconds([sys.executable, str(PROJECT / "scripts/train.py"), *arguments], bench.folder, code, until)
 
     seconds(*train, "checkpoint=none")  # fills caches
     blocks = {
@@ -200,9 +200,9 @@ def startup(bench: Bench, script: Path = PROJECT / "scripts/train.py") -> Iterat
     yield Row("command to the error message", "s", times["mistake"], how.format(" ".join(mistake)), 1.5)
 
 
-def documented(bench: Bench, runs: Sequence[tuple[str, str, str]] = DOCUMENTED) -> Iterator[Row]:
+def documented(bench: Bench) -> Iterator[Row]:
     """Run the README's first commands as they are: the seconds of each whole process, and what it reaches."""
-    for number, (command, metric, unit) in enumerate(runs):
+    for number, (command, metric, unit) in enumerate(DOCUMENTED):
         place = bench.folder / str(number)
         words = shlex.split(command)[1:]
         full = [sys.executable, str(PROJECT / words[0]), *words[1:], f"output_dir={place}", "tracking=local"]
@@ -216,7 +216,7 @@ def documented(bench: Bench, runs: Sequence[tuple[str, str, str]] = DOCUMENTED) 
         yield Row(f"{command}: {metric}", unit, [reached], how)
 
 
-def _seconds(command: list[str], folder: Path, code: int = 0, until: str | None = None) -> float:
+def _seconds(command: list[str], folder: Path, code: int, until: str | None) -> float:
     """Return the seconds until a process ends with ``code``, or prints a line that begins with ``until``.
 
     Raises:

@@ -76,20 +76,20 @@ def value(interval: dict[str, float], unit: str) -> dict[str, Any]:
 def read_folder(folder: Path) -> tuple[str, dict[str, dict[str, Any]]]:
     """Return the command that a folder is of, and what it measured. Raises UserError: it holds no such thing."""
     if (path := folder / "claim.json").is_file():
-        found = read_json(path)
-        return found["command"], {f"{found['claim']}: {row.pop('quantity')}": row for row in found["rows"]}
+        claim = read_json(path)
+        return claim["command"], {f"{claim['claim']}: {row.pop('quantity')}": row for row in claim["rows"]}
     if not (path := folder / "comparison.json").is_file():
         raise UserError(f"{folder} holds no finished comparison and no claim; name outputs/compare/NAME, for example")
-    found, measured = read_json(path), dict[str, dict[str, Any]]()
-    for arm in found["arms"]:
-        name = f"{found['name']}, {arm['label']} / {found['baseline']}"
+    comparison, measured = read_json(path), dict[str, dict[str, Any]]()
+    for arm in comparison["arms"]:
+        name = f"{comparison['name']}, {arm['label']} / {comparison['baseline']}"
         for quantity in ("speed", "memory"):
             if ratio := arm[quantity]["ratio"]:
                 measured[f"{name}, {quantity}"] = value(ratio, "x")
         if test := arm["quality"]["test"]:
             percent = {end: 100 * test["difference"][end] for end in ("mean", "low", "high")}
             measured[f"{name}, validation loss"] = value(percent, "%") | {"verdict": test["verdict"]}
-    return found["command"], measured
+    return comparison["command"], measured
 
 
 def shown(name: str, found: dict[str, Any]) -> str:

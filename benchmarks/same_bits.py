@@ -19,7 +19,6 @@ import os
 import re
 import shlex
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
@@ -220,15 +219,12 @@ def _local(run: Path) -> Facts:
 
 def _tensors(path: Path) -> dict[str, str]:
     """Return type, shape and hash of each tensor of a safetensors file."""
-    content = path.read_bytes()
-    (length,) = struct.unpack("<Q", content[:8])
-    header: dict[str, Any] = json.loads(content[8 : 8 + length])
-    header.pop("__metadata__", None)
-    found = {}
-    for name, about in header.items():
-        begin, end = (8 + length + offset for offset in about["data_offsets"])
-        found[name] = f"{about['dtype']} {about['shape']} {hashlib.sha256(content[begin:end]).hexdigest()}"
-    return found
+    from safetensors import deserialize
+
+    return {
+        name: f"{about['dtype']} {about['shape']} {hashlib.sha256(about['data']).hexdigest()}"
+        for name, about in deserialize(path.read_bytes())
+    }
 
 
 def _tracked(database: Path) -> Facts:

@@ -46,7 +46,7 @@ def values_of(summary: Mapping[str, Any], series: Mapping[str, Series], seconds:
 def _best_loss(summary: Mapping[str, Any], series: Mapping[str, Series]) -> float | None:
     """Return the lowest validation loss of a run; None: none was finite."""
     best = summary["best"]
-    if best and summary.get("best_metric", LOSS) != LOSS:  # the best checkpoint is that of another metric
+    if best and summary["best_metric"] != LOSS:  # the best checkpoint is that of another metric
         _, losses = series[LOSS]
         return min((loss for loss in losses.tolist() if math.isfinite(loss)), default=None)
     return float(best["value"]) if best else None

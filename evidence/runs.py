@@ -126,11 +126,11 @@ class Runner:
         # All that a report needs is read here, once.
         series = read_series(folder / METRICS_FILE)
         values = values_of(summary, series, ended.seconds)
-        if not kind_of(summary.get("hardware", {}).get("device", "cpu")).own_memory:  # on a GPU the CPUs say little
+        if not kind_of(summary["hardware"]["device"]).own_memory:  # on a GPU the CPUs say little
             values["others_cpu"] = others
         steps, losses = series.get(LOSS, ((), ()))
         rate = f"  {values['speed']:,.0f} {summary['unit']}/s" if "speed" in values else ""
-        not_timed = summary.get("not_timed") or ""
+        not_timed = summary["not_timed"] or ""
         return Run(
             arm.label,
             seed,

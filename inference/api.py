@@ -69,8 +69,8 @@ def _opened(
     """Return the model, the command's own options, and the overrides of the config."""
     names = {entry.name for entry in fields(kind)}
     # As they are: quotes of a prompt are no quotes of a command line.
-    texts = {key: fspath(each) for key, each in given.items() if key in names and isinstance(each, str | PathLike)}
-    typed = [*overrides, *as_overrides({key: each for key, each in given.items() if key not in texts})]
+    texts = {key: fspath(value) for key, value in given.items() if key in names and isinstance(value, str | PathLike)}
+    typed = [*overrides, *as_overrides({key: value for key, value in given.items() if key not in texts})]
     place = str(run.folder) if isinstance(run, Trained) else fspath(run)
     own, rest = parse(typed, kind, "overrides", **texts | {"run": place})
     recipe = run.recipe if isinstance(run, Trained) else None

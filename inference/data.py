@@ -20,7 +20,7 @@ from trainer.errors import UserError
 from trainer.recipe import DataSource
 
 
-def open_data(run: RunConfig, exported: Exported, split: str = "valid") -> Datasets:
+def open_data(run: RunConfig, exported: Exported, split: str) -> Datasets:
     """Open the data as the model knows it; for ``split=all`` text without a cut.
 
     Raises:
@@ -54,11 +54,11 @@ def part_of(datasets: Datasets, split: str, data: DataSource) -> Dataset:
         return datasets.train
     if split == "all":
         return Joined([datasets.train, datasets.valid])
-    found: Dataset | None = getattr(datasets, split)
-    if found is None:
+    part: Dataset | None = getattr(datasets, split)
+    if part is None:
         given = "set data.test=…, or " if hasattr(data, "test") else ""
         raise UserError(f"split={split}: there is none in {datasets.description}; {given}use split=valid or split=all")
-    return found
+    return part
 
 
 def tokens_per_byte(datasets: Datasets, split: str) -> float | None:
@@ -100,7 +100,7 @@ class Joined:
         parts, first = [], 0
         for dataset in self.datasets:
             end = first + len(dataset)
-            own = [SampleId(index - first, seed) for index, seed in samples if first <= index < end]
-            parts += [dataset.batch(own)] if own else []
+            inside = [SampleId(index - first, seed) for index, seed in samples if first <= index < end]
+            parts += [dataset.batch(inside)] if inside else []
             first = end
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

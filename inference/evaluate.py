@@ -63,7 +63,7 @@ def evaluation(exported: Exported, options: EvaluateOptions, overrides: Sequence
     arms = combinations(overrides)
     several = len(arms) > 1
     # Mistakes come before any work.
-    runs = {label: configure(exported, own, split=options.split) for label, own in arms.items()}
+    runs = {label: configure(exported, typed, split=options.split) for label, typed in arms.items()}
     print("opening the data and the model …")
     results = {label: measure(exported, run, options.split, BATCHES if several else 1) for label, run in runs.items()}
     run, result = list(runs.values())[-1], list(results.values())[-1]
@@ -97,7 +97,7 @@ def evaluation(exported: Exported, options: EvaluateOptions, overrides: Sequence
     return facts
 
 
-def measure(exported: Exported, run: RunConfig, split: str, at_least: int = 1) -> Measured:
+def measure(exported: Exported, run: RunConfig, split: str, at_least: int) -> Measured:
     """Open data and model in the precision of the run, and evaluate the samples of ``split``.
 
     Batches are of ``micro_batch_size``, or smaller so that there are ``at_least`` so many.
@@ -158,7 +158,7 @@ def measure(exported: Exported, run: RunConfig, split: str, at_least: int = 1) -
         np.array(targets),
         {name: torch.stack([batch[name] for batch in sums]).double().cpu().numpy() for name in sums[0]},
         about | {"targets": count_of_targets, "batch_size": size},
-        sum(units) / max(seconds, 1e-9),
+        sum(units) / seconds,
         run.not_timed(model),
         classes,
         given,
@@ -176,11 +176,11 @@ def _several(results: dict[str, Measured], unit: str) -> dict[str, Any]:
     print(precision_table(results, costs, unit), end="\n\n")
     sentences = {label: verdict(label, first, costs[label]["loss"], results[first].metrics["loss"]) for label in others}
     print("\n".join(sentences.values()))
-    found = {label: _facts(result, unit) for label, result in results.items()}
+    facts = {label: _facts(result, unit) for label, result in results.items()}
     for label, sentence in sentences.items():
-        of = {name: cost and asdict(cost) for name, cost in costs[label].items()}
-        found[label] |= {"costs": of, "verdict": sentence}
-    return found
+        intervals = {name: cost and asdict(cost) for name, cost in costs[label].items()}
+        facts[label] |= {"costs": intervals, "verdict": sentence}
+    return facts
 
 
 def write_classes(folder: Path, result: Measured) -> None:
@@ -192,14 +192,14 @@ def write_classes(folder: Path, result: Measured) -> None:
     from sklearn.metrics import ConfusionMatrixDisplay, confusion_matrix, precision_recall_fscore_support
 
     labels, given = (torch.cat(parts).cpu().numpy() for parts in zip(*result.given, strict=True))
-    found = np.union1d(labels, given).tolist()  # the model may have more outputs than the data has classes
-    names = [result.classes[index] if index < len(result.classes) else str(index) for index in found]
-    scores = precision_recall_fscore_support(labels, given, labels=found, zero_division=np.nan)
+    present = np.union1d(labels, given).tolist()  # the model may have more outputs than the data has classes
+    names = [result.classes[index] if index < len(result.classes) else str(index) for index in present]
+    scores = precision_recall_fscore_support(labels, given, labels=present, zero_division=np.nan)
     table = pd.DataFrame(dict(zip(("precision", "recall", "f1", "samples"), scores, strict=True)), names)
     table.to_csv(folder / "classes.csv", index_label="name")
     shown = table if len(names) <= CLASSES_SHOWN else table.sort_values("f1").head(CLASSES_SHOWN)
     print(f"\n{shown.to_string(float_format='{:.3f}'.format, na_rep='–')}")
-    cells = confusion_matrix(labels, given, labels=found)
+    cells = confusion_matrix(labels, given, labels=present)
     pd.DataFrame(cells, names, names).to_csv(folder / "confusion.csv", index_label="class \\ given")
     side = min(14.0, 3 + 0.42 * len(names))
     figure, axes = bare_figure(side, side)

@@ -79,10 +79,10 @@ class Exported:
         remedy = "give a folder that save_pretrained wrote"
         # Quiet, as what is missing is reported here.
         with work("loading the model"), self._opening("cannot be opened by transformers", remedy) as place, quiet():
-            model, found = getattr(transformers, cls.model_class).from_pretrained(
+            model, info = getattr(transformers, cls.model_class).from_pretrained(
                 **place, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
             )
-        if missing := sorted(found["missing_keys"]):
+        if missing := sorted(info["missing_keys"]):
             raise UserError(
                 f"run={self.given}: {self.folder} has no weights for {missing[0]}, so it is not the model that "
                 f"recipe={self.recipe} trains; give a folder of a {type(model).__name__}"

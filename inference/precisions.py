@@ -51,7 +51,7 @@ def compared(results: dict[str, Measured]) -> dict[str, Costs]:
     """
     first, *others = results
     base = results[first]
-    level, share = 1 - ALPHA / max(1, len(others)), len(base.targets) / base.targets.sum()
+    level, share = 1 - ALPHA / len(others), len(base.targets) / base.targets.sum()
 
     def cost(sums: np.ndarray, of: np.ndarray) -> Interval | None:
         with np.errstate(invalid="ignore"):

@@ -105,8 +105,8 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
     sizes = [override.partition("=")[2] for override in overrides if key_of(override) == MICRO]
     micro_batch_size = sizes[-1] if sizes else recorded.get(MICRO, "auto")
     # Training's batch need not be a multiple of the microbatch.
-    own = [f"batch_size={micro_batch_size}", "run_name=evaluation"]
-    config = compose([*overrides, *own], recorded, exported.own)
+    fixed = [f"batch_size={micro_batch_size}", "run_name=evaluation"]
+    config = compose([*overrides, *fixed], recorded, exported.own)
     samples = config.eval_samples if isinstance(config.eval_samples, int) else None
     return RunConfig(plan_of(config, detect(config.device)), exported.run is not None and not other_data, samples)
 
@@ -139,7 +139,7 @@ def _of_folder(exported: Exported) -> dict[str, Any]:
         options = {"arch": config["arch"], "image_size": config["image_size"]}
     elif longest is not None and exported.recipe != "t5":  # whose positions are relative
         options = {"context": min(longest, _LONGEST)}
-    found = {"recipe": exported.recipe} | {f"recipe.{key}": value for key, value in options.items()}
+    recorded = {"recipe": exported.recipe} | {f"recipe.{key}": value for key, value in options.items()}
     if (part := config.get("evaluated_part")) is not None:
-        found |= {"augment": "none"} if part == 1 else {"augment": "imagenet", "augment.eval_crop": part}
-    return found
+        recorded |= {"augment": "none"} if part == 1 else {"augment": "imagenet", "augment.eval_crop": part}
+    return recorded

@@ -89,8 +89,8 @@ class SizedRecipe(Recipe):
                     f"use a longer text or recipe.context={max(2, len(array) // 2)}"
                 )
         tokenizer, samples, about = self.sampling(tokens.tokenizer)
-        own = int(self.pretrained_config().vocab_size) if self.pretrained else tokenizer.vocab_size
-        if (new := tokenizer.vocab_size - own) > 0:
+        known = int(self.pretrained_config().vocab_size) if self.pretrained else tokenizer.vocab_size
+        if (new := tokenizer.vocab_size - known) > 0:
             about += f", {new} of the tokenizer's tokens are new to the model"
         return TextDatasets(
             samples(tokens.train),
@@ -99,7 +99,7 @@ class SizedRecipe(Recipe):
             test=None if tokens.test is None else samples(tokens.test),
             tokens=tokens,
             tokenizer=tokenizer,
-            vocabulary=max(tokenizer.vocab_size, own),
+            vocabulary=max(tokenizer.vocab_size, known),
         )
 
     def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[np.ndarray], Dataset], str]:
@@ -159,13 +159,13 @@ class SizedRecipe(Recipe):
         with self._opening() as place:
             # Transformers would load the weights in whatever dtype they were saved.
             model = cls.from_pretrained(**place, dtype=torch.float32, attn_implementation=self.attention, **options)
-        own = model.config.vocab_size
-        if vocabulary == own:
+        known = model.config.vocab_size
+        if vocabulary == known:
             return model
         model.resize_token_embeddings(vocabulary, mean_resizing=False)
         with torch.no_grad():
             for layer in filter(None, (model.get_input_embeddings(), model.get_output_embeddings())):
-                layer.weight[own:] = layer.weight[:own].mean(0)
+                layer.weight[known:] = layer.weight[:known].mean(0)
         return model
 
     def _opening(self) -> AbstractContextManager[dict[str, Any]]:
@@ -278,13 +278,13 @@ class SizedRecipe(Recipe):
     ) -> tuple[dict[str, Tensor], list[Decision]]:
         """Return the weights with this model's padding of the vocabulary."""
         tables, vocabulary = token_tables(_network(model)), datasets.vocabulary
-        for name, own in model.named_parameters(remove_duplicate=False):
-            if id(own) not in tables or name not in weights:
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if id(parameter) not in tables or name not in weights:
                 continue
             rows = weights[name]  # exported without padding, or those of a checkpoint with any padding
             if len(rows) == vocabulary or (not about and len(rows) > vocabulary):
                 known = rows[:vocabulary]  # of the rest the mean of these, see ``open_pretrained``
-                weights[name] = torch.cat([known, known.mean(0).expand(len(own) - vocabulary, -1)])
+                weights[name] = torch.cat([known, known.mean(0).expand(len(parameter) - vocabulary, -1)])
         return with_adapters(weights, model), []
 
     def export(self, model: Any, datasets: TextDatasets, folder: Path) -> None:
@@ -295,8 +295,8 @@ class SizedRecipe(Recipe):
         folder.mkdir(parents=True, exist_ok=True)
         datasets.tokenizer.save(folder)
         if positions := getattr(_network(model).config, "max_position_embeddings", None):  # t5 takes any number
-            about = folder / "tokenizer_config.json"
-            write_json(about, read_json(about) | {"model_max_length": positions})
+            path = folder / "tokenizer_config.json"
+            write_json(path, read_json(path) | {"model_max_length": positions})
         save_model(_network(model), folder, datasets.vocabulary, datasets.tokenizer.token_id("eos_token"))
         if self.lora.rank:
             _network(model).save_pretrained(folder / "adapter")  # the adapters alone, as peft reads them

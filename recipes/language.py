@@ -95,7 +95,7 @@ class LanguageModel(nn.Module):
         chunked, vocabulary: see ``LossHead``.
     """
 
-    def __init__(self, network: Any, name: str, chunked: bool = False, vocabulary: int | None = None) -> None:
+    def __init__(self, network: Any, name: str, chunked: bool, vocabulary: int | None = None) -> None:
         super().__init__()
         use_causal_kernels(network)
         network.lm_head = LossHead(network.lm_head.weight, chunked, vocabulary)

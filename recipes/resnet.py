@@ -93,16 +93,16 @@ class ResNet(Recipe):
         if context.datasets is not None:
             return self, [] if self.pretrained is None else [self._about_weights(context.datasets)]
         _image_source(context.data)
-        found = {} if self.pretrained is None else pretrained.exported_config(self.pretrained)
+        choices = {} if self.pretrained is None else pretrained.exported_config(self.pretrained)
         why = "that of init_from"
-        if not found and context.hardware.is_gpu:
-            found, why = {"arch": "resnet50"}, "for a GPU; recipe.arch=resnet18 is smaller"
-        elif not found:
-            found, why = {"arch": "resnet18"}, "for a CPU; recipe.arch=resnet50 is the published size"
+        if not choices and context.hardware.is_gpu:
+            choices, why = {"arch": "resnet50"}, "for a GPU; recipe.arch=resnet18 is smaller"
+        elif not choices:
+            choices, why = {"arch": "resnet18"}, "for a CPU; recipe.arch=resnet50 is the published size"
         decisions = [
-            Decision(f"recipe.{name}", found[name], why)
+            Decision(f"recipe.{name}", choices[name], why)
             for name in ("arch", "image_size")
-            if name in found and getattr(self, name) == "auto"
+            if name in choices and getattr(self, name) == "auto"
         ]
         recipe = self.with_options(decisions)
         architectures.check(recipe.arch)
@@ -146,9 +146,9 @@ class ResNet(Recipe):
         """Build the classifier, random or pretrained. Its attribute ``normalise`` makes its input of pixels."""
         model: Any = architectures.build(self.arch, datasets.image_size, len(datasets.classes))
         if self.pretrained is not None and torch.get_default_device().type != "meta":  # which needs only the shapes
-            found = pretrained.open_weights(self.arch, self.pretrained, datasets.image_size)
-            weights, _ = self.adapt_weights(found.state, model, datasets, {"classes": found.classes})
-            fill(model, weights, f"init_from={self.pretrained}", pretrained.REMEDY)
+            weights = pretrained.open_weights(self.arch, self.pretrained, datasets.image_size)
+            state, _ = self.adapt_weights(weights.state, model, datasets, {"classes": weights.classes})
+            fill(model, state, f"init_from={self.pretrained}", pretrained.REMEDY)
         model.normalise = Normalise(datasets.mean, datasets.std)
         # No buffer, which would be saved, and converted with the weights.
         model.class_weights = objective.class_weights(self.class_weights, datasets)
@@ -201,7 +201,7 @@ class ResNet(Recipe):
         if not head:
             return weights, []
         heads = tuple(f"{name.rpartition('.')[0]}." for name in head)
-        weights = {name: each for name, each in weights.items() if name in own or not name.startswith(heads)}
+        weights = {name: tensor for name, tensor in weights.items() if name in own or not name.startswith(heads)}
         why = f"a new head ({', '.join(head)}): the run it starts from has other classes"
         return weights | {name: own[name] for name in head}, [Decision("init_from", "all but the head", why)]
 

@@ -61,8 +61,8 @@ class ThisMachine:
 
     def too_large(self, candidate: Candidate) -> str:
         # Compiled, a model needs no more than eager; threads need none.
-        own = [change for change in candidate.overrides if key_of(change) not in (COMPILE, "threads")]
-        return too_large(merge_overrides(self.common, own), self.hardware, self.datasets, self._usable_bytes)
+        changes = [change for change in candidate.overrides if key_of(change) not in (COMPILE, "threads")]
+        return too_large(merge_overrides(self.common, changes), self.hardware, self.datasets, self._usable_bytes)
 
     def time(self, candidate: Candidate, blocks: int, limit_s: float) -> Times:
         return time_candidate(candidate, blocks, limit_s, self.common, self.folder)

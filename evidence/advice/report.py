@@ -44,11 +44,6 @@ class Advice:
     """Hardware, versions and commit."""
 
     @property
-    def baseline(self) -> Entry:
-        """Entry that ratios are over."""
-        return self.search.reference
-
-    @property
     def mixed(self) -> bool:
         """Whether some settings compile and some do not, so that whole runs are another matter than steps."""
         return any(entry.compile_s for entry in self.search.entries.values())
@@ -58,14 +53,14 @@ class Advice:
         return shlex.join(["python", "scripts/train.py", *overrides_of(self.overrides, self.winner.candidate)])
 
     def comparison(self) -> str:
-        """Return the command that tests whether the winner trains as well as the baseline.
+        """Return the command that tests whether the winner trains as well as the reference.
 
-        The next fastest settings are trained, too, because another one may be sooner at the baseline's final loss.
+        The next fastest settings are trained, too, because another one may be sooner at the reference's final loss.
         """
         common = [text for text in overrides_of(self.overrides, Candidate()) if key_of(text) != "seed"]
         settings = [self.winner, *(one for one in self.search.faster() if not (one.fault or one.failure))]
         fastest = list({entry.label: entry for entry in settings}.values())
-        roles = {"baseline": self.baseline, **dict(zip(("advised", "second", "third"), fastest, strict=False))}
+        roles = {"baseline": self.search.reference, **dict(zip(("advised", "second", "third"), fastest, strict=False))}
         arms = [f"arm.{role}={' '.join(entry.candidate.overrides)}" for role, entry in roles.items()]
         return shlex.join(["python", "scripts/compare.py", *common, *arms])
 
@@ -80,7 +75,7 @@ class Advice:
         return f"{self._advice()}. precision=fp32 is faster here, about {speed:.3g}x as fast: {steps}"
 
     def _advice(self) -> str:
-        search, winner, base = self.search, self.winner, self.baseline
+        search, winner, base = self.search, self.winner, self.search.reference
         some = NO_TIME in search.space.left_out.values()
         run = f"in a run of {counted(search.steps, 'step')}"
 
@@ -112,7 +107,7 @@ class Advice:
     def report(self) -> Report:
         """Return the report for a terminal and as a page."""
         sections = [Section("Train with it", text=self.training())]
-        if self.winner is not self.baseline:
+        if self.winner is not self.search.reference:
             sections.append(Section(EQUAL_LOSS, [EQUAL_LOSS], text=self.comparison()))
         spent = f"Measured for {duration(self.seconds)} min on {self.facts['hardware']['name']}."
         sections.insert(0, Section("What was measured", [spent], self.remarks(), self.rows()))
@@ -156,7 +151,7 @@ class Advice:
             "overrides": self.overrides,
             "steps": self.search.steps,
             "seconds": self.seconds,
-            "baseline": self.baseline.label,
+            "baseline": self.search.reference.label,
             "winner": self.winner.label,
             "speed": interval and asdict(interval),
             "training": self.training(),

@@ -73,8 +73,8 @@ def compared(arguments: list[str]) -> Result:
     plan = planned(arguments)
     configs = check_arms(plan)
     result = compare(plan, configs, shlex.join(["python", "scripts/compare.py", *redacted_arguments(arguments)]))
-    files = write_report(result)
-    print(f"\n{report(result).text()}\n\nreport {files[0]}")
+    page = write_report(result)
+    print(f"\n{report(result).text()}\n\nreport {page}")
     return result
 
 

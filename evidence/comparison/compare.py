@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,13 @@ class ComparisonPlan:
     arms: list[Arm]
     """Arms; the first is the baseline, which the others are compared with."""
     seeds: list[int]
-    margin: float = 0.003
+    margin: float
     """Relative difference in final validation loss that is too small to matter."""
-    common: list[str] = field(default_factory=list)
+    common: list[str]
     """Overrides of all arms."""
-    output_dir: Path = Path("outputs")
-    name: str = ""
-    """Name of the comparison's folder."""
+    output_dir: Path
+    name: str
+    """Name of the comparison's folder; empty, until ``compare`` names it by the recipe and the arms."""
 
     @property
     def baseline(self) -> str:

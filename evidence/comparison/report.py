@@ -42,13 +42,13 @@ def report(result: Result, plots: Sequence[Plot] = ()) -> Report:
     return Report("Comparison", title, lead(result), result.facts["command"], origin, sections)
 
 
-def write_report(result: Result) -> list[Path]:
-    """Write the page, the text, and the plots as PNG; return the files, the page first."""
+def write_report(result: Result) -> Path:
+    """Write the page, the text, and the plots as PNG; return the page."""
     folder, drawn = result.plan.folder, figures(result)
     page = report(result, list(drawn.values())).write(folder)
     for name, (_, figure) in drawn.items():
         figure.savefig(folder / f"{name}.png")
-    return [page, page.with_suffix(".txt"), *(folder / f"{name}.png" for name in drawn)]
+    return page
 
 
 def quality_rows(result: Result) -> list[tuple[str, ...]]:

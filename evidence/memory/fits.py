@@ -14,10 +14,9 @@ from trainer.hardware import Hardware
 from trainer.run.fit import fit, needed_bytes, rough_bytes
 
 
-def is_set(overrides: Sequence[str], *keys: str) -> bool:
-    """Return whether the user has set one of these options, or a group's choice by ``group.mode``."""
-    typed = set(map(key_of, overrides))
-    return bool(typed & {*keys, *(f"{key}.mode" for key in keys)})
+def is_set(overrides: Sequence[str], key: str) -> bool:
+    """Return whether the user has set an option, or a group's choice by ``group.mode``."""
+    return not {key, f"{key}.mode"}.isdisjoint(map(key_of, overrides))
 
 
 def fitting(

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from evidence.memory import trial
+from evidence.runs import merge_overrides
 from mantissa.display import size
 from mantissa.step.memory import available_bytes
-from trainer.config.compose import compose, key_of
+from trainer.config.compose import compose
 from trainer.config.settle import plan_of
 from trainer.errors import UserError
 from trainer.hardware import Hardware, detect
@@ -22,7 +23,6 @@ _EXACT_BELOW = 32
 """Above, the answer is found to within 1/32 of itself."""
 _LARGEST = 2**20
 _UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_KEYS = ("micro_batch_size", "batch_size")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LargestBatch:
     """The largest size that fitted; above 32 times ``multiple``, to within 1/32."""
     batch_size: int
     """Number of samples per optimizer step, as the config has it."""
-    multiple: int = 1
+    multiple: int
     """Number that a microbatch has to be a multiple of."""
 
     @property
@@ -69,10 +69,10 @@ def largest_micro_batch(overrides: Sequence[str], memory_bytes: int) -> LargestB
     config = plan.config
     batch_size, multiple = plan.batching.batch_size, config.augment.micro_batch_multiple
     samples = len(config.open_datasets().train)
-    common = [override for override in overrides if key_of(override) not in _KEYS]
 
     def sized(size: int) -> list[str]:
-        return [*common, f"micro_batch_size={size}", f"batch_size={2 * size if size < batch_size else size}"]
+        samples_of_step = 2 * size if size < batch_size else size
+        return merge_overrides(overrides, [f"micro_batch_size={size}", f"batch_size={samples_of_step}"])
 
     guess = _first_guess(sized, limit_bytes)
 
@@ -92,7 +92,7 @@ def largest_micro_batch(overrides: Sequence[str], memory_bytes: int) -> LargestB
     return LargestBatch(largest, batch_size, multiple)
 
 
-def search(fits: Callable[[int], bool], guess: int, most: int = _LARGEST) -> int:
+def search(fits: Callable[[int], bool], guess: int, most: int) -> int:
     """Return the largest number from 1 on that ``fits``, to within 1/32 above 32; 0 if none does.
 
     Args:
@@ -122,7 +122,7 @@ def _first_guess(sized: Callable[[int], list[str]], limit_bytes: int) -> int:
     configs = compose(sized(2)), compose(sized(8))
     two, eight = (required_bytes(config, forecast(config)) for config in configs)
     of_sample = max(1.0, (eight - two) / 6)  # the straight line through both
-    return min(_LARGEST, max(1, math.floor(2 + (limit_bytes - two) / of_sample)))
+    return math.floor(2 + (limit_bytes - two) / of_sample)
 
 
 def parse_memory_budget(text: str, hardware: Hardware) -> int:

@@ -100,7 +100,7 @@ class RangeTrainer(Trainer):
     highest: float
 
     def lr(self, step: int) -> float:
-        return float(self.highest * (self.lowest / self.highest) ** (1 - step / max(1, self.plan.steps - 1)))
+        return float(self.highest * (self.lowest / self.highest) ** (1 - step / (self.plan.steps - 1)))
 
 
 @dataclass

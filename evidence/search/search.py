@@ -112,8 +112,8 @@ def run_trials(search: Search, overrides: list[str]) -> None:
         began = time.monotonic()
         try:
             group = f"tags.{GROUP_TAG}={quoted(search.study.study_name)}"
-            own = [f"checkpoint.best={metric}", f"run_name={quoted(search.run_of(trial))}", f"resume={SAME}"]
-            best = _train(compose(merge_overrides([group], overrides, proposed, own)), trial, search.folder)
+            fixed = [f"checkpoint.best={metric}", f"run_name={quoted(search.run_of(trial))}", f"resume={SAME}"]
+            best = _train(compose(merge_overrides([group], overrides, proposed, fixed)), trial, search.folder)
         except (Pruned, UserError, NonFiniteError, OutOfMemory) as error:
             if search.trained or not isinstance(error, UserError):  # else it ends the search
                 failed = "" if isinstance(error, Pruned) else "failed: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
@@ -14,10 +14,10 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 
 from trainer.config.compose import check_single, compose, key_of
 from trainer.config.options import ONE_PROCESS, Overriding
+from trainer.config.schema import Config
+from trainer.config.settle import plan_of
 from trainer.errors import UserError, check_choice, check_folder_name, first_line
-
-if TYPE_CHECKING:
-    from trainer.config.schema import Config
+from trainer.hardware import detect
 
 PREFIX = "space."
 Space = dict[str, BaseDistribution]
@@ -84,9 +84,6 @@ def check_space(space: Space, overrides: list[str]) -> Config:
         UserError: train.py would refuse one of them.
     """
     check_single(overrides, f"search them, as in {PREFIX}precision=choice(fp32,bf16)")
-    from trainer.config.settle import plan_of
-    from trainer.hardware import detect
-
     ends = {
         key: among.choices if isinstance(among, CategoricalDistribution) else (among.low, among.high)
         for key, among in space.items()

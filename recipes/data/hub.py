@@ -105,8 +105,7 @@ class Hub(TokenizedText, ImageSource):
             parts["validation"] = self._images(train, labels, np.flatnonzero(chosen))
         for part, key, choice in (("validation", "valid_split", valid), ("test", "test", self.test)):
             if choice is not None:
-                own = self._split(key, choice)
-                parts[part] = self._images(own, self._labels(key, choice, label, classes))
+                parts[part] = self._images(self._split(key, choice), self._labels(key, choice, label, classes))
         size = image_size or min(*parts["training"].decoded(0)[0].size, 224)
         return self.opened(
             f"{self.name} ({origin})",
@@ -253,25 +252,25 @@ class Hub(TokenizedText, ImageSource):
             UserError: no such column, none that fits, or several.
         """
         choice: str | None = getattr(self, key)
-        fitting = [name for name, feature in dataset.features.items() if fits(feature)]
+        features = dataset.features
+        fitting = [name for name, feature in features.items() if fits(feature)]
         if choice and choice in fitting:
             return choice
         kind = key.removesuffix("_column")
-        items = {name: getattr(each, "feature", None) for name, each in dataset.features.items() if kind == "text"}
+        items = {name: getattr(feature, "feature", None) for name, feature in features.items() if kind == "text"}
         texts = {"content", "context", "value"}  # of turns in a chat, of paragraphs
         lists = [name for name, item in items.items() if isinstance(item, dict) and texts & item.keys()]
-        types = {name: getattr(each, "dtype", None) or each for name, each in dataset.features.items()}
+        types = {name: getattr(feature, "dtype", None) or feature for name, feature in features.items()}
         # {"version": …, "data": [{…}, …]} is read as a single row.
-        is_nested = (
-            self.name.endswith(".json") and len(dataset) == 1 and not all(isinstance(of, str) for of in types.values())
-        )
+        is_one_row = self.name.endswith(".json") and len(dataset) == 1
+        is_nested = is_one_row and not all(isinstance(dtype, str) for dtype in types.values())
         if choice is None and len(fitting) == 1 and (not (lists or is_nested) or fitting == ["text"]):
             return fitting[0]
         are = "column is" if len(fitting) == 1 else "columns are"
         wrong = f"{len(fitting) or 'no'} {are}" if choice is None else f"{choice} is not a column"
         parts, remedies = [f"data.name={self.name}: {wrong} of type {kind}"], list[str]()
         if is_nested or not fitting:
-            parts.append("its columns are " + ", ".join(f"{name} ({str(of)[:60]})" for name, of in types.items()))
+            parts.append("its columns are " + ", ".join(f"{name} ({str(dtype)[:60]})" for name, dtype in types.items()))
             remedies.append(f'give a file with {{"{kind}": …}} in rows')
         if fitting:
             remedies.append(f"set data.{key}={'|'.join(fitting)}")
@@ -316,8 +315,8 @@ def table_options(path: Path) -> dict[str, Any]:
         return {"sep": "\t"} if path.suffix == ".tsv" else {}
     cells = [(name, column) for name, *column in zip(names, *rows, strict=True) if name]
     has_names = not any(_is_number(name) or name in column for name, column in cells)
-    own = {} if has_names else {"column_names": [f"column_{number + 1}" for number in range(len(names))]}
-    return {"sep": separator, **own} | ({} if quoted else {"quoting": csv.QUOTE_NONE})
+    columns = {} if has_names else {"column_names": [f"column_{number + 1}" for number in range(len(names))]}
+    return {"sep": separator, **columns} | ({} if quoted else {"quoting": csv.QUOTE_NONE})
 
 
 def are_lines(rows: Sequence[str | None]) -> bool:
@@ -344,7 +343,7 @@ def _is_class(feature: Any) -> bool:
 
 
 def _may_be_class(feature: Any) -> bool:
-    return any(each in str(getattr(feature, "dtype", "")) for each in ("int", "float", "bool", "string"))
+    return any(name in str(getattr(feature, "dtype", "")) for name in ("int", "float", "bool", "string"))
 
 
 class HubImages(DecodedImages):

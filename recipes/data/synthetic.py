@@ -74,7 +74,7 @@ class Synthetic(TextSource, ImageSource):
 
         parts = {
             "training": pool(1, IMAGE_POOL, self.samples),
-            "validation": pool(2, IMAGE_POOL // 4, max(self.samples // 8, 1)),
+            "validation": pool(2, IMAGE_POOL // 4, self.samples // 8),
         }
         names = [str(label) for label in range(self.classes)]
         half, spread = (0.5, 0.5, 0.5), (0.2, 0.2, 0.2)
@@ -92,7 +92,7 @@ class Synthetic(TextSource, ImageSource):
             return Vectors(x, torch.tanh(x @ inward) @ outward + level)
 
         description = f"synthetic: {self.samples:,} vectors of width {width:,}"
-        return Datasets(pool(1, self.samples), pool(2, max(self.samples // 8, 1)), description)
+        return Datasets(pool(1, self.samples), pool(2, self.samples // 8), description)
 
 
 class Vectors:

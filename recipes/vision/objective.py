@@ -33,12 +33,12 @@ def cross_entropy(logits: Tensor, batch: Batch, smoothing: float = 0.0, weights:
 
 
 def binary_cross_entropy(
-    logits: Tensor, batch: Batch, smoothing: float = 0.0, weights: Tensor | None = None, threshold: float | None = None
+    logits: Tensor, batch: Batch, smoothing: float, weights: Tensor | None, threshold: float | None
 ) -> Tensor:
     """Return the binary cross-entropy of every class, averaged over the classes and summed over the images.
 
     As timm's BinaryCrossEntropy: each class is a question of its own, so a mixed image may be of two classes
-    (Wightman et al. 2021). Arguments as of ``cross_entropy``, and:
+    (Wightman et al. 2021).
 
     Args:
         logits: fp32, B × classes.

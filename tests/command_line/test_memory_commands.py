@@ -47,7 +47,8 @@ def test_a_trial_fails_where_its_limit_is_reached() -> None:
 
 def test_max_batch_prints_what_to_paste(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def pretended(overrides: list[str], limit_bytes: int) -> bool:
-        return int(overrides[-2].split("=")[1]) <= 1000 and limit_bytes > 2**20
+        options = dict(override.split("=") for override in overrides)
+        return int(options["micro_batch_size"]) <= 1000 and limit_bytes > 2**20
 
     monkeypatch.setattr("evidence.memory.trial.fits", pretended)
     many = "data.samples=4096"  # larger microbatches than the data has are not tried

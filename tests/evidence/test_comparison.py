@@ -17,7 +17,7 @@ from evidence.comparison.report import _cost, cost_rows, lead, notes, quality_ro
 from evidence.runs import Arm, Runner, merge_overrides
 from mantissa.display import columns
 from mantissa.verdict.judge import judge
-from mantissa.verdict.runs import Run, by_arm
+from mantissa.verdict.runs import Run, Store, by_arm
 from mantissa.verdict.statistics import Interval
 from trainer.errors import UserError
 from trainer.files import in_use
@@ -94,7 +94,9 @@ def test_a_comparison_continues_and_neither_plan_nor_seeds_may_change(
     with in_use(found.plan.folder), pytest.raises(UserError, match="in use by another process"):
         looked("seeds=0,1,2,3,5")  # it would remove the other's unfinished runs
     assert uri in found.plan.common  # for the runs
-    files = [*found.plan.folder.glob("*.json*"), *write_report(found)[:2]]
+    write_report(found)
+    files = [file for file in found.plan.folder.iterdir() if file.suffix in (".json", ".jsonl", ".html", ".txt")]
+    assert len(files) == 4
     assert all("s3cret" not in file.read_text() for file in files)
 
 
@@ -126,9 +128,9 @@ def reported(tmp_path: Path) -> Callable[..., Result]:
             "git": {"commit": "0123456789abcdef", "dirty": "false"},
         }
         arms = [Arm(label, (f"precision={label}",)) for label in labels]
-        plan = ComparisonPlan(arms, [0, 1, 2], output_dir=tmp_path, name="a<b")
+        plan = ComparisonPlan(arms, [0, 1, 2], 0.003, [], tmp_path, "a<b")
         of_arms = by_arm(labels, runs)
-        rows = judge(of_arms, plan.margin, measures=COSTS)
+        rows = judge(of_arms, plan.margin, Store(), COSTS)
         return Result(plan, of_arms, rows, facts, [{"seeds": plan.seeds, "ended": []}])
 
     return make
@@ -199,15 +201,16 @@ def test_a_failed_arm_is_named_with_its_reason(
     assert "fp16, seeds 0, 1, 2, failed: the disk <b>is</b> full" in notes(found)
     worse, open_ = f"its validation loss is worse: {reason}. {NOT_REACHED}", f"{quality}: validation loss ({reason})."
     assert lead(found)[1] == f"fp16: {worse if diverged else open_}"
-    assert "the disk &lt;b&gt;is&lt;/b&gt; full" in write_report(found)[0].read_text()
+    assert "the disk &lt;b&gt;is&lt;/b&gt; full" in write_report(found).read_text()
 
 
 def test_the_files_of_a_comparison(reported: Callable[..., Result]) -> None:
     found = reported(["fp32", "tf32", "bf16", "fp16", "compiled"])
-    files = write_report(found)
-    assert {file.name for file in files} == {"report.html", "report.txt", "loss.png", "answers.png"}
-    assert all(file.stat().st_size for file in files)
-    html = files[0].read_text()
+    page = write_report(found)
+    sizes = {file.name: file.stat().st_size for file in page.parent.iterdir()}
+    assert sizes.keys() == {"report.html", "report.txt", "loss.png", "answers.png"}
+    assert all(sizes.values())
+    html = page.read_text()
     assert html.count("<svg") == 2
     assert '<tr><th scope="row">bf16</th><td class="good">EQUIVALENT</td>' in html
     assert "commit 0123456789" in html
@@ -215,6 +218,6 @@ def test_the_files_of_a_comparison(reported: Callable[..., Result]) -> None:
 
 
 def test_when_all_failed_there_is_still_a_report(reported: Callable[..., Result]) -> None:
-    files = write_report(reported(["fp32", "bf16"], failed="all", why="no such file"))
-    assert [file.name for file in files] == ["report.html", "report.txt"]
-    assert "bf16, seeds 0, 1, 2, failed: no such file" in files[1].read_text()
+    page = write_report(reported(["fp32", "bf16"], failed="all", why="no such file"))
+    assert {file.name for file in page.parent.iterdir()} == {"report.html", "report.txt"}
+    assert "bf16, seeds 0, 1, 2, failed: no such file" in page.with_suffix(".txt").read_text()

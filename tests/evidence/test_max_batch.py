@@ -39,14 +39,14 @@ def test_search_finds_the_last_that_fits_and_never_tries_more_than_there_are(
 
 def test_a_good_guess_takes_few_trials() -> None:
     tried, fits = counted(30)
-    assert search(fits, 32) == 30
+    assert search(fits, 32, 2**20) == 30
     assert len(tried) <= 5
 
 
 def test_the_answer_keeps_the_batch() -> None:
-    assert LargestBatch(23, 64).overrides == "micro_batch_size=16 batch_size=64"
-    assert LargestBatch(100, 64).overrides == "micro_batch_size=64 batch_size=64"
-    assert LargestBatch(6, 7).overrides == "micro_batch_size=1 batch_size=7"
+    assert LargestBatch(23, 64, 1).overrides == "micro_batch_size=16 batch_size=64"
+    assert LargestBatch(100, 64, 1).overrides == "micro_batch_size=64 batch_size=64"
+    assert LargestBatch(6, 7, 1).overrides == "micro_batch_size=1 batch_size=7"
     assert LargestBatch(10, 20, multiple=2).overrides == "micro_batch_size=10 batch_size=20"
     assert LargestBatch(16, 30, multiple=2).overrides == "micro_batch_size=10 batch_size=30"
 
@@ -79,7 +79,8 @@ def test_trials_are_steps_as_training_takes_them(
 
     def fits(overrides: list[str], limit_bytes: int) -> bool:
         assert limit_bytes == 95 * 2**20
-        micro, batch = (int(override.split("=")[1]) for override in overrides[-2:])
+        options = dict(override.split("=") for override in overrides)
+        micro, batch = int(options["micro_batch_size"]), int(options["batch_size"])
         seen.append((micro, batch))
         return micro <= most
 

@@ -24,6 +24,7 @@ SUMMARY = {
     "skipped_steps": 2,
     "hardware": {"device": "cpu"},
     "not_timed": None,
+    "best_metric": "valid/loss",
 }
 VALUES = {
     "speed": 1234.5,

@@ -100,7 +100,7 @@ def test_photos_of_some_of_the_classes_in_another_order_get_the_models_labels(he
 def test_other_text_is_encoded_with_the_models_tokenizer(name: str, here: Path, tmp_path: Path) -> None:
     exported = RunOptions(f"outputs/{name}").find()
     overrides = ["data=text", "data.path=other.txt"]
-    datasets: Any = open_data(configure(exported, overrides), exported)
+    datasets: Any = open_data(configure(exported, overrides), exported, "valid")
     ids = datasets.tokens.train[:50].tolist()
     text = Path("other.txt").read_text()
     assert text.startswith(AutoTokenizer.from_pretrained(exported.folder).decode(ids))

@@ -99,7 +99,7 @@ class ImageFolder(ImageSource):
             files[TRAINING], files[VALIDATION] = _split(files[TRAINING], self.valid_fraction)
             lone = f" but {lone} with one image" if (lone := [*files[VALIDATION].values()].count([])) else ""
             origin += f", validation {self.valid_fraction:.3g} of each class{lone}"
-        flat = {part: [file for members in found.values() for file in members] for part, found in files.items()}
+        flat = {part: [file for members in by_class.values() for file in members] for part, by_class in files.items()}
         for role in (TRAINING, VALIDATION) if TEST in files else ():
             check_no_overlap(f"data.test={folders[TEST]}", flat[TEST], flat[role], role)
         for part in (VALIDATION, TEST):
@@ -250,14 +250,14 @@ def _split(classes: dict[str, list[str]], fraction: float) -> tuple[dict[str, li
 def _copies(files: Sequence[str], others: Sequence[str]) -> list[tuple[str, str]]:
     """Return files with the content of one of the others, and that one; of many files, some are compared."""
     # A broken link has no size; it is reported when it is decoded.
-    some, against = (filter(os.path.exists, each[:: len(each) // 1000 + 1]) for each in (files, others))
+    some, against = (filter(os.path.exists, paths[:: len(paths) // 1000 + 1]) for paths in (files, others))
     sizes: dict[int, list[str]] = {}
     for file in against:
         sizes.setdefault(os.path.getsize(file), []).append(file)
     pairs = [(file, other) for file in some for other in sizes.get(os.path.getsize(file), [])[:10]]
-    found = []
+    copies = []
     for pair in pairs:
         with suppress(OSError):  # what cannot be read is reported when it is decoded
             if filecmp.cmp(*pair, shallow=False):
-                found.append(pair)
-    return [*dict(found).items()]
+                copies.append(pair)
+    return [*dict(copies).items()]

@@ -157,7 +157,7 @@ class DecodedImages(Images):
             the files alone, so every epoch, process and resumed run has the same samples.
     """
 
-    def __init__(self, labels: Tensor, on_error: str = "error") -> None:
+    def __init__(self, labels: Tensor, on_error: str) -> None:
         check_choice("data.on_error", on_error, ("error", "skip"))
         self.labels, self.on_error = labels, on_error
         self.unreadable = torch.zeros(len(labels), dtype=torch.bool)

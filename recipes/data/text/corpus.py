@@ -135,7 +135,7 @@ class TextFiles(TokenizedText):
         for key, name in (("data.path", self.path), ("data.test", self.test)):
             path = Path(name or ".").expanduser()
             if not path.exists():
-                near = nearest(path.name, [each.name for each in path.parent.glob("*")])
+                near = nearest(path.name, [file.name for file in path.parent.glob("*")])
                 remedy = "give a file or folder of text; data=python_docs needs none"
                 if "*" in path.name:
                     near, remedy = "", f"set {key}='{path.parent}' data.pattern='{path.name}'"
@@ -171,8 +171,8 @@ class TextFiles(TokenizedText):
         pattern = self.pattern.lower().lstrip("/").replace("**.", "*.")
         paths = [file for file in files if Path(str(file).lower()).match(pattern or "*")]  # A.TXT, too
         if not paths:
-            found = ", ".join(sorted({f"*{file.suffix}" for file in files}))
-            raise UserError(f"{key}: no file in it matches data.pattern={self.pattern} (it has {found or 'no files'})")
+            suffixes = ", ".join(sorted({f"*{file.suffix}" for file in files})) or "no files"
+            raise UserError(f"{key}: no file in it matches data.pattern={self.pattern} (it has {suffixes})")
         return paths
 
     def _text(self, key: str, name: str) -> Text:

@@ -98,10 +98,10 @@ def opening(name: str, key: str, failure: str, remedy: str) -> Iterator[dict[str
                 raise UserError(f"{key}: {file.name} is a pointer of Git LFS; git lfs pull gets it") from error
         if silent:
             raise UserError(f"{key} is not complete in the local cache, and {silent}; {remedy}") from error
-        seen: list[BaseException] = [error]
-        while (under := seen[-1].__cause__ or seen[-1].__context__) and under not in seen:
-            seen.append(under)
-        http = next((each for each in seen if isinstance(each, HTTPError)), None)
+        chain: list[BaseException] = [error]
+        while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
+            chain.append(cause)
+        http = next((cause for cause in chain if isinstance(cause, HTTPError)), None)
         if http and not isinstance(http, HfHubHTTPError):  # no answer, where transformers speaks of a wrong folder
             raise UserError(f"{key} could not be downloaded ({first_line(http)}); try again") from error
         if isinstance(http, RepositoryNotFoundError) or type(error).__name__ == "DatasetNotFoundError":

@@ -179,11 +179,12 @@ def _encoded(documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> Iterat
     Each with the bytes of its text. A document without text leaves nothing.
     """
     separator, written = np.array(tokenizer.separator, dtype=np.uint32), False
-    for batch in _batches((number == 0, piece) for each in documents for number, piece in enumerate(pieces(each))):
+    marked = ((number == 0, piece) for document in documents for number, piece in enumerate(pieces(document)))
+    for batch in _batches(marked):
         parts, size = [], 0
         encoded = tokenizer.encode_many([piece for _, piece in batch])
-        for (begins, piece), found in zip(batch, encoded, strict=True):
-            ids = np.asarray(found)
+        for (begins, piece), encoding in zip(batch, encoded, strict=True):
+            ids = np.asarray(encoding)
             parts += [separator, ids] if begins and written else [ids]
             size += len(piece.encode()) - _special_bytes(piece, ids, tokenizer.special)
             written = True
@@ -207,8 +208,8 @@ def _special_bytes(text: str, ids: np.ndarray, special: Mapping[int, str]) -> in
     """Return the bytes of ``text`` that are special tokens written in it; unknown words, which become one, are not."""
     if not special:
         return 0
-    found = Counter(ids[np.isin(ids, list(special))].tolist())
-    return sum(min(count, text.count(special[id])) * len(special[id].encode()) for id, count in found.items())
+    counts = Counter(ids[np.isin(ids, list(special))].tolist())
+    return sum(min(count, text.count(special[id])) * len(special[id].encode()) for id, count in counts.items())
 
 
 def pieces(lines: Iterable[str]) -> Iterator[str]:

@@ -201,7 +201,7 @@ def test_a_short_run_is_not_compiled_and_it_says_what_compiling_took() -> None:
 
 def test_a_default_that_fails_gives_its_place_to_the_first_that_works_and_where_all_fail_the_error_is_told() -> None:
     advice = advise(Machine(broken={"the default": "it broke"}).search())
-    assert advice.baseline.label == "bf16"
+    assert advice.search.reference.label == "bf16"
     assert "failed: the default (it broke)" in advice.report().text()
     everything = dict.fromkeys([*advice.search.entries, "micro=8"], "it broke")
     with pytest.raises(RunError, match="no candidate can be advised; the first error: the default: it broke"):

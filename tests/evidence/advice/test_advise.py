@@ -65,6 +65,7 @@ def test_formats_in_fp32_arithmetic_are_left_out_with_the_reason() -> None:
 def test_what_the_user_or_the_environment_sets_is_not_varied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert varied(*SMALL, *FIXED, "micro_batch_size=4") == {}
+    assert varied(*SMALL, "precision.mode=fp32", "compile.mode=off", "micro_batch_size=4") == {}
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert varied(*SMALL, *FIXED, "micro_batch_size=4", "threads=1") == {}
     monkeypatch.setattr("evidence.advice.candidates.torch.get_num_threads", lambda: 8)

@@ -140,7 +140,7 @@ class OneImage(DecodedImages):
 def test_a_dataset_says_whether_its_batches_use_the_global_generator(
     augment: ImageAugment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoded = OneImage(torch.tensor([0]))
+    decoded = OneImage(torch.tensor([0]), "error")
     decoded.augment = augment
     for dataset in (decoded, augment.applied(Digits().images(16)).train):
         generator = Mock(wraps=torch.default_generator)
@@ -190,7 +190,7 @@ def test_bce_is_timms() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, label = torch.randn(6, 5, generator=generator), torch.tensor([0, 4, 2, 2, 1, 3])
     for smoothing, threshold in ((0.0, None), (0.1, None), (0.1, 0.2)):
-        ours = objective.binary_cross_entropy(logits, {"label": label}, smoothing, threshold=threshold)
+        ours = objective.binary_cross_entropy(logits, {"label": label}, smoothing, None, threshold)
         torch.testing.assert_close(ours / 6, BinaryCrossEntropy(smoothing, threshold)(logits, label))
 
 
