@@ -39,7 +39,7 @@ class Text:
     def identity(self) -> Any:
         """JSON that changes whenever the selected text does."""
         rows = hashlib.sha256(np.asarray(self.rows, dtype=np.int64).tobytes()).hexdigest()
-        return [self.source, None, rows, self.share]
+        return [self.source, rows, self.share]
 
     def __iter__(self) -> Iterator[Iterable[str]]:
         """Yield the documents, each as lines."""
