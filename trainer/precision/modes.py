@@ -206,7 +206,7 @@ class Precision:
         kept = self.keep_fp32(model, device)
         if (number := self.format.number).scaled:
             native = detect(str(device)).support(self.mode) == NATIVE
-            product = scaled.product_of(number, str(self.fp8_scaling), native)
+            product = scaled.ARITHMETIC[number].product(str(self.fp8_scaling), native)
             scaled.convert(model, blocks_of(model), kept, number, product)
         dtype = self.format.half_weights
         if dtype is None:
