@@ -88,8 +88,6 @@ class Batching:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        check_number("batch_size", self.batch_size)
-        check_number("micro_batch_size", self.micro_batch_size)
         at_once = self.micro_batch_size * self.ranks
         if self.batch_size % at_once == 0:
             return
