@@ -52,7 +52,8 @@ class Earlier(NamedTuple):
     recorded: Mapping[str, Any]
     """Its options, by dotted key."""
     must_be_same: bool = False
-    """Whether it is meant only if it has the very options of the new command."""
+    """Whether it is meant only if it has the very options of the new command; not that of torchrun's restart, which may
+    have lost ranks, so that ``auto`` is another microbatch."""
 
 
 def planned(config: Config, hardware: Hardware, world: World, fitted: Decision | None) -> tuple[Plan, RunFolder | None]:
