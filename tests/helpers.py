@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -118,8 +118,6 @@ class KeptGradients(Clip):
 @dataclass
 class NoData(DataSource):
     """For recipes that bring their own."""
-
-    kind: ClassVar[str] = ""
 
 
 class Arrays:

@@ -31,10 +31,8 @@ def cached(kind: str, of: dict[str, Any], work: Callable[[], T]) -> T:
     key = json.dumps(of, sort_keys=True)
     path = cache_folder() / kind / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
-        known = json.loads(path.read_text(encoding="utf-8"))
-        if known["of"] == json.loads(key):
-            result: T = known["result"]
-            return result
+        known: T = json.loads(path.read_text(encoding="utf-8"))["result"]
+        return known
     result = work()
     from trainer.files import write_text  # which a trainer that finds all of it does not need
 

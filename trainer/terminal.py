@@ -21,7 +21,6 @@ from rich.text import Text
 from mantissa.display import duration, quantity
 from trainer.errors import redacted
 
-Rows = Iterable[tuple[str, str | Text]]
 Advance = Callable[..., None]
 """Takes how much is done, and how much there is where that was not known before; it may be called often."""
 WIDTH = 100
@@ -78,7 +77,7 @@ class Terminal:
         logger.setLevel(logging.INFO)
         logger.propagate = False
 
-    def block(self, title: str, rows: Rows, style: str = "bold") -> None:
+    def block(self, title: str, rows: Iterable[tuple[str, str | Text]], style: str = "bold") -> None:
         """Show aligned ``name  value`` rows under a title; long values are wrapped."""
         self.note(title, style)
         rows = list(rows)

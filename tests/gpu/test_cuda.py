@@ -286,12 +286,12 @@ def test_memory_profiler_writes_the_allocators_history(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["mxfp8"], indirect=True)
 def test_native_mxfp8_multiplies_as_the_emulated_one(mode: str) -> None:
-    from trainer.precision.scaled import product_of
+    from trainer.precision.scaled import ARITHMETIC
 
     x, weight = (torch.randn(256, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     results = []
     for native in (True, False):
-        product_of(NUMBERS[mode], "", native)(x, weight).square().sum().backward()
+        ARITHMETIC[NUMBERS[mode]].product("", native)(x, weight).square().sum().backward()
         results.append((x.grad, weight.grad))
         x.grad = weight.grad = None
     for one, other in zip(*results, strict=True):

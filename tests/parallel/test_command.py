@@ -172,7 +172,7 @@ def test_a_lost_rank_is_named_and_the_restart_continues(start: Start, tmp_path: 
     assert resumed
     assert int(resumed[1]) in (4, 6)  # whether the last one was whole in time
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["run"]
-    assert list(losses(run)) == list(range(1, 13))
+    assert [line["step"] for line in lines(run) if "loss" in line] == list(range(1, 13))  # each once
     done(start(2, *more, "run_name=whole"))
     assert losses(run) == losses(tmp_path / "outputs" / "whole")  # to the last bit
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from trainer.api import compose
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.schema import EarlyStopping
-from trainer.data.loader import Batching, Loader
+from trainer.data.loader import Loader
 from trainer.errors import UserError
 from trainer.optim.ema import ExponentialMovingAverage
 from trainer.optim.optimizer import Optimizer
@@ -29,8 +30,8 @@ ROWS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (Checkpoint, {"every": "often"}, r"checkpoint.every=often"),
     (Checkpoint, {"every": 0}, r"checkpoint.every=0"),
     (Checkpoint, {"keep": -1}, r"checkpoint.keep=-1 must be at least 0"),
-    (Batching, {"batch_size": 0, "micro_batch_size": 1}, r"batch_size=0"),
-    (Batching, {"batch_size": 4, "micro_batch_size": 0}, r"micro_batch_size=0"),
+    (compose, {"recipe": "bignet", "batch_size": 0}, r"batch_size=0"),
+    (compose, {"recipe": "bignet", "micro_batch_size": 0}, r"micro_batch_size=0"),
     (Loader, {"workers": -1}, r"loader.workers=-1"),
     (Loader, {"workers": "many"}, r"loader.workers=many"),
     (ExponentialMovingAverage, {"decay": 0.0}, r"ema.decay=0.0 must be above 0 and below 1"),

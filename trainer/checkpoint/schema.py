@@ -58,7 +58,7 @@ class State(TypedDict):
     """What the run needs beside the training: the interval of its log, the fingerprint of its data."""
 
 
-def damage(folder: Path, step: int, oldest: int = FORMAT) -> str | None:
+def damage(folder: Path, step: int, oldest: int) -> str | None:
     """Return what is wrong with the folder of a checkpoint of ``step``, the file's name first; None: it is whole."""
     try:
         manifest = read_manifest(folder, oldest)

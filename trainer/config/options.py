@@ -140,8 +140,8 @@ def check_keys(overrides: list[str], options: type[Options]) -> None:
     from trainer.config.explain import intended_key, known_options
     from trainer.config.registration import key_of
 
-    own = [*(entry.name for entry in dataclasses.fields(options)), *getattr(options, "takes", ())]
     takes, fixed = getattr(options, "takes", ()), getattr(options, "fixed", {})
+    own = [*(entry.name for entry in dataclasses.fields(options)), *takes]
     known = {"experiment", *known_options()}
     for override in overrides:
         key = key_of(override)

@@ -52,7 +52,8 @@ class Earlier(NamedTuple):
     recorded: Mapping[str, Any]
     """Its options, by dotted key."""
     must_be_same: bool = False
-    """Whether it is meant only if it has the very options of the new command."""
+    """Whether it is meant only if it has the very options of the new command; not that of torchrun's restart, which may
+    have lost ranks, so that ``auto`` is another microbatch."""
 
 
 def planned(config: Config, hardware: Hardware, world: World, fitted: Decision | None) -> tuple[Plan, RunFolder | None]:
@@ -85,7 +86,8 @@ def earlier_runs(config: Config) -> list[Earlier]:
         return [Earlier(folder, folder.config())]
     # All of this name: ``planned`` takes the first one that has the options of the command.
     if config.resume == SAME:
-        begun = [folder for folder in named(config.output_dir, config.name) if _is_recorded(folder)]
+        folders = named(config.output_dir, config.name)
+        begun = [folder for folder in folders if os.path.lexists(folder.path / CONFIG_FILE)]
         states = {folder: state for folder in begun if (state := state_of(folder)) is not None}
         runs = [Earlier(folder, folder.config(), must_be_same=True) for folder in states]
         return sorted(runs, key=lambda run: states[run.folder] == "interrupted")
@@ -94,10 +96,6 @@ def earlier_runs(config: Config) -> list[Earlier]:
     # A folder; ``prepare`` has opened that of the command line, but a YAML may name one, too.
     folder = RunFolder.open("resume", config.resume, config.output_dir, config.tracking.uri)
     return [Earlier(folder, folder.config())]
-
-
-def _is_recorded(folder: RunFolder) -> bool:
-    return os.path.lexists(folder.path / CONFIG_FILE)
 
 
 def state_of(folder: RunFolder) -> State | None:

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from trainer.errors import UserError, check_choice
 
 MODES = ("none", "blocks", "selective")
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 @dataclass
@@ -59,7 +58,7 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], mode: str) -> Cal
 
     policy = functools.partial(_policy, mode == "selective")
 
-    def contexts() -> Contexts:
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         if _is_traced():
             # Only these contexts are possible here, and they suffice: updates of buffers are not repeated.
             return create_selective_checkpoint_contexts(policy)

@@ -91,12 +91,12 @@ class ProcessWorld(World):
             timeout_s: seconds to wait for another rank before the job fails.
         """
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        timeout = timedelta(seconds=timeout_s)
         if not dist.is_initialized():
             backend, device = "gloo", None
             if device_type != "cpu":
                 device = torch.device(device_type, launched_local_rank()[0])
                 backend = f"cpu:gloo,{device_type}:{kind_of(device).collectives}"
-            timeout = timedelta(seconds=timeout_s)
             with _waiting(timeout):
                 meeting, _, _ = next(dist.rendezvous("env://", timeout=timeout))
                 # A restarted job can use the same store, which still holds the addresses of the earlier processes.
@@ -104,7 +104,7 @@ class ProcessWorld(World):
                 dist.init_process_group(
                     backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout, device_id=device
                 )
-        self._writers: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._writers: Any = dist.new_group(backend="gloo", timeout=timeout)
 
     def all_reduce_sums(self, *values: int) -> list[int]:
         total: list[int] = self.all_reduce_sum(torch.tensor(values, dtype=torch.int64)).tolist()

@@ -107,7 +107,7 @@ def in_short(not_timed: str | None) -> str:
 
 def is_emulated(not_timed: str | None) -> bool:
     """Return whether by this reason from ``not_timed_here`` a run's memory is not that of its format either."""
-    return bool(not_timed) and str(not_timed).startswith(EMULATED)
+    return not_timed is not None and not_timed.startswith(EMULATED)
 
 
 # --- the kernels in use ---

@@ -35,8 +35,6 @@ SILENT = {
 _HOLDERS = (F, torch, Tensor, *(getattr(torch, group) for group in operators.GROUPS))
 """Where torch has the operators that options may name."""
 _PRODUCTS = ("linear", "addmm", "mm")  # of linear layers, and inside of scaled ones
-Blocks = Callable[[Any], list[nn.Module]]
-"""``Recipe.blocks``."""
 SCALINGS = ("tensorwise", "rowwise")
 """Of fp8: one scale for a tensor (fastest), or one for each row (more exact)."""
 
@@ -189,11 +187,13 @@ class Precision:
         """The 16-bit dtype that layers compute in, by autocast or by their weights; None in fp32 and tf32."""
         return self.format.half
 
-    def convert(self, model: nn.Module, device: torch.device, blocks_of: Blocks = lambda model: []) -> list[str]:
+    def convert(
+        self, model: nn.Module, device: torch.device, blocks_of: Callable[[Any], list[nn.Module]] = lambda model: []
+    ) -> list[str]:
         """Convert the model's weights to the dtype of this mode; return the names of the submodules that stay in fp32.
 
         In a scaled format the weights stay fp32, and linear layers in its repeated blocks are changed (in all of it
-        where ``blocks_of`` returns none).
+        where ``blocks_of``, the recipe's ``blocks``, returns none).
 
         With 16-bit weights, the inputs and buffers of the model are 16-bit too, except two kinds of buffers: running
         statistics of normalisation, whose small updates would be lost in 16 bits, and buffers that are not saved with
@@ -206,7 +206,7 @@ class Precision:
         kept = self.keep_fp32(model, device)
         if (number := self.format.number).scaled:
             native = detect(str(device)).support(self.mode) == NATIVE
-            product = scaled.product_of(number, str(self.fp8_scaling), native)
+            product = scaled.ARITHMETIC[number].product(str(self.fp8_scaling), native)
             scaled.convert(model, blocks_of(model), kept, number, product)
         dtype = self.format.half_weights
         if dtype is None:

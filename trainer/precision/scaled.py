@@ -65,17 +65,6 @@ def convert(model: nn.Module, blocks: list[nn.Module], islands: list[str], numbe
         )
 
 
-def product_of(number: Number, scaling: str, native: bool) -> Product:
-    """Return how operands are multiplied.
-
-    Args:
-        number: the format.
-        scaling: of fp8: ``tensorwise`` or ``rowwise``.
-        native: whether the hardware multiplies it; else rounded operands are multiplied in bf16 or fp32.
-    """
-    return ARITHMETIC[number].product(scaling, native)
-
-
 def _fp8(scaling: str, native: bool) -> Product:
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
@@ -107,7 +96,8 @@ class Arithmetic(NamedTuple):
     multiple: int
     """What the sides of a product's factors are multiples of: blocks have no rest, and hardware requires it."""
     product: Callable[[str, bool], Product]
-    """Takes ``scaling`` and ``native`` of ``product_of``."""
+    """Takes the scaling of fp8, ``tensorwise`` or ``rowwise``, and whether the hardware multiplies the format; else
+    rounded operands are multiplied in bf16 or fp32."""
     by_torchao: bool = False
 
 

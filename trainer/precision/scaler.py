@@ -44,7 +44,7 @@ class LossScale:
         """Return the scaled loss, fp32 scalar."""
         return loss * self.scale if self.recovers else loss
 
-    def inverse(self, correction: float = 1.0) -> Tensor | None:
+    def inverse(self, correction: float) -> Tensor | None:
         """Return the factor (fp32 scalar) that turns a gradient of the scaled loss into the true one; None: it is 1.
 
         ``correction`` is a further factor that the gradient needs, see ``Precision.loss_divisor``.

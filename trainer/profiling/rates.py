@@ -33,7 +33,7 @@ _VARIABLES = (
 """Variables of the environment that decide which kernels torch's libraries choose."""
 
 
-def matmul_rates(hardware: Hardware, numbers: Iterable[str] = NUMBERS) -> dict[str, float]:
+def matmul_rates(hardware: Hardware, numbers: Iterable[str]) -> dict[str, float]:
     """Return the rates of matmuls here, in 10^12 FLOP/s by number format; formats that the device lacks are left
     out, and scaled ones other than native fp8.
 

@@ -94,9 +94,7 @@ def sample_text(trainer: Trainer, model: nn.Module, terminal: Terminal) -> str |
         return None
 
 
-def unsharded(
-    model: nn.Module, build: Callable[[], nn.Module], state: dict[str, Tensor] | None = None
-) -> nn.Module | None:
+def unsharded(model: nn.Module, build: Callable[[], nn.Module], state: dict[str, Tensor] | None) -> nn.Module | None:
     """Return the model with unsharded weights; None on other ranks than 0 if it must be built.
 
     Args:

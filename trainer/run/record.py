@@ -129,9 +129,7 @@ def open_metric_log(
         log.warning(
             "%s is ignored: each run has its own; set tracking.experiment, or unset it", ", ".join(sorted(ignored))
         )
-    metric_log = MetricLog(config.tracking, folder, run)
-    metric_log.begin(saved)
-    return metric_log
+    return MetricLog(config.tracking, folder, run, saved)
 
 
 def record_failure(

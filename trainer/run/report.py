@@ -61,7 +61,7 @@ def show_start(
     rows = start_rows(trainer, manifest, folder, decisions)
     # What was said of the weights of ``init_from`` has a row of its own.
     options = [decision for decision in decisions if decision.key != "init_from"]
-    chosen = {decision.key: (str(_shown(decision.value)), decision.why) for decision in options}
+    chosen = {decision.key: (_shown(decision.value), decision.why) for decision in options}
     if chosen and not config.why:
         said = {"micro_batch_size"} if batching.accumulation == batching.ranks == 1 else {}  # by batch_size
         short = [f"{key.rpartition('.')[2]}={value}" for key, (value, _) in chosen.items() if key not in said]
@@ -73,11 +73,11 @@ def show_start(
         terminal.block("chosen automatically (override any of them)", reasons)
 
 
-def _shown(value: object) -> object:
-    """Return fractions in a list with three digits, and anything else as it is."""
+def _shown(value: object) -> str:
+    """Return a value as text, fractions in a list with three digits."""
     if isinstance(value, list) and all(isinstance(number, float) for number in value):
         return f"[{', '.join(f'{number:.3g}' for number in value)}]"
-    return value
+    return str(value)
 
 
 def start_rows(

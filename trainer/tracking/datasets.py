@@ -26,7 +26,7 @@ def dataset_facts(source: DataSource, datasets: Datasets) -> list[dict[str, Any]
     return [
         {
             "context": context,
-            "name": source.kind or type(source).__name__.lower(),
+            "name": source.kind,
             "digest": fingerprint(part)[:DIGEST_LENGTH],
             "source": {"tags": {"mlflow.source.name": "scripts/train.py", "data": source.kind, **plain}},
             "samples": len(part),

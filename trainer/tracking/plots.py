@@ -68,7 +68,7 @@ def _loss_figure(series: dict[str, Series], title: str) -> Any:
     axes.locator_params(axis="x", integer=True, nbins=8)
     if "loss" in series:
         steps, values = series["loss"]
-        _curve(axes, steps, values, "training")
+        _training_curve(axes, steps, values)
         broken = steps[~np.isfinite(values)]
         if broken.size:
             place, label = axes.get_xaxis_transform(), f"not finite ({broken.size})"
@@ -81,12 +81,12 @@ def _loss_figure(series: dict[str, Series], title: str) -> Any:
     return figure
 
 
-def _curve(axes: Any, steps: np.ndarray, values: np.ndarray, label: str) -> None:
+def _training_curve(axes: Any, steps: np.ndarray, values: np.ndarray) -> None:
     if len(values) < SMOOTH_FROM:
-        axes.plot(steps, values, "o" if len(values) == 1 else "-", color=COLORS[0], linewidth=1.8, label=label)
+        axes.plot(steps, values, "o" if len(values) == 1 else "-", color=COLORS[0], linewidth=1.8, label="training")
         return
     width, finite = max(3, len(values) // 50) | 1, np.isfinite(values)
     count, total = (np.convolve(part, np.ones(width), "same") for part in (finite, np.where(finite, values, 0)))
     mean = np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0)
     axes.plot(steps, values, color=COLORS[0], linewidth=0.8, alpha=0.3)
-    axes.plot(steps, mean, color=COLORS[0], linewidth=1.8, label=f"{label}, mean of {width} points")
+    axes.plot(steps, mean, color=COLORS[0], linewidth=1.8, label=f"training, mean of {width} points")

@@ -83,7 +83,7 @@ def description(folder: Path, run: TrackedRun) -> str | None:
     how = {"FINISHED": "finished", "KILLED": "was stopped", "FAILED": "failed"}[summary["status"]]
     said = f"**{summary['recipe']}** in {summary['precision']} {how} at step {summary['step']} of {summary['steps']}"
     if summary["best"]:
-        metric = summary.get("best_metric", "valid/loss").removeprefix("valid/")
+        metric = summary["best_metric"].removeprefix("valid/")
         said += f"; best {metric}: {summary['best']['value']:.4g} at step {summary['best']['step']}"
     parts = [run.tags["note"]] if "note" in run.tags else []
     parts.append(f"{said}.")

@@ -19,14 +19,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests import forks
 from tests.command_line.conftest import SMALLEST, Train
+from tests.helpers import Arrays
 from tests.serving import free_port
 from tests.tracked import once, open_log, points, run_id, runs, tracked
+from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import write_json
+from trainer.recipe import DataSource
 from trainer.tracking import follower
+from trainer.tracking.datasets import dataset_facts
 from trainer.tracking.results import summary_lines
 from trainer.tracking.store import configured_uri, connect
 from trainer.tracking.sync import send
@@ -55,7 +60,9 @@ def test_a_run_arrives_whole(folder: Path, store: str) -> None:
         "empty": "", "long": "x" * 9000, "files[0]": "a",
     } | {f"many.{index}": index for index in range(150)}  # fmt: skip
     tags = {"precision": "bf16", "hardware": "CPU"}
-    opened = open_log(path, experiment="gpt2", params=params, tags=tags)
+    train, valid = (Arrays(x=torch.zeros(length, 1)) for length in (8, 4))
+    facts_of_data = dataset_facts(DataSource(), Datasets(train, valid, "zeros"))
+    opened = open_log(path, experiment="gpt2", params=params, tags=tags, datasets=facts_of_data)
     for step in range(1, 301):
         opened.append(step, {"loss": NAN if step == 7 else INF if step == 8 else 1.0 / step})
     opened.append(300, {"valid/loss": 0.2})
@@ -76,6 +83,11 @@ def test_a_run_arrives_whole(folder: Path, store: str) -> None:
         "empty": "", "files_0_": "a",
     } | {f"many.{index}": str(index) for index in range(150)}  # fmt: skip
     assert tags.items() <= run.data.tags.items()
+    data = {each.tags[0].value: each.dataset for each in run.inputs.dataset_inputs}
+    assert {role: (each.name, json.loads(each.profile)["num_rows"]) for role, each in data.items()} == {
+        "training": ("own", 8),
+        "validation": ("own", 4),
+    }
     view = json.loads(client.get_experiment(run.info.experiment_id).tags["mlflow.sharedViewState.mantissa"])
     shown = [re.findall("`(.+)`", column)[0] for column in json.loads(view["state"])["selectedColumns"]]
     facts = {"units_per_s": 1.0, "peak_memory_bytes": 1, "process_memory_bytes": 1}

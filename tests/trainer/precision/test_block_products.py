@@ -62,7 +62,7 @@ def trained(product: Product, x: Tensor, weight: Tensor, upstream: Tensor) -> tu
 @pytest.fixture
 def mxfp8_product() -> Product:
     pytest.importorskip("torchao", reason="torchao is optional")
-    return scaled.product_of(MXFP8, "", native=False)
+    return scaled.ARITHMETIC[MXFP8].product("", False)
 
 
 # --- mxfp8 ---

@@ -69,7 +69,7 @@ def test_plain_linear_layers_in_blocks_outside_islands() -> None:
 
 def trained(mode: str, layer: nn.Module, x: torch.Tensor, rows: int) -> list[torch.Tensor]:
     """The first ``rows`` of what a converted layer gives for x, and its gradients."""
-    product = scaled.product_of(FORMATS[mode].number, "tensorwise", native=False)
+    product = scaled.ARITHMETIC[FORMATS[mode].number].product("tensorwise", False)
     scaled.convert(nn.Sequential(layer), [], [], FORMATS[mode].number, product)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x).flatten(0, -2)[:rows]
@@ -115,7 +115,7 @@ def test_a_transposed_weight_has_the_same_product(mode: str) -> None:
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_fp8_has_the_scaling_that_is_asked_for(scaling: str) -> None:
     """One huge row takes the bits of the others only where all share one scale."""
-    product = scaled.product_of(FP8, scaling, native=False)
+    product = scaled.ARITHMETIC[FP8].product(scaling, False)
     x = torch.cat([torch.full((1, 32), 1e6), torch.full((15, 32), 1e-3)]).bfloat16()
     y = product(x, torch.eye(32))
     assert bool((y[1:] == 0).all()) == (scaling == "tensorwise")

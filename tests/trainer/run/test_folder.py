@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import PROJECT
-from trainer.config.resume import check_same
+from tests.helpers import CPU, PROJECT, compose
+from tests.tracked import save
+from trainer.config.resume import check_same, planned
+from trainer.config.settle import Plan
 from trainer.errors import UserError
 from trainer.files import in_use
+from trainer.parallel.world import World
+from trainer.run.record import write_config
 from trainer.run_folder import RunFolder, named
 
 RUN: dict[str, Any] = {
@@ -68,6 +72,32 @@ def test_the_microbatch_is_part_of_a_run_that_must_repeat_bit_for_bit(folder: Ru
     folder.write_config(RUN | {"deterministic": True})
     with pytest.raises(UserError, match="micro_batch_size was 8, now 4"):
         check_same(folder, folder.config(), RUN | {"deterministic": True, "micro_batch_size": 4})
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+def test_a_restart_of_torchrun_continues_its_run_with_fewer_ranks(
+    restarted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though ``micro_batch_size=auto`` is another one by then, with which ``resume=same`` alone begins a new run."""
+    config = compose("recipe=bignet", f"output_dir={tmp_path}", "batch_size=12", "resume=same", "run_name=run")
+
+    def planned_of(ranks: int) -> tuple[Plan, RunFolder | None]:
+        world = World()
+        world.size = ranks
+        return planned(config, CPU, world, None)
+
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    plan, earlier = planned_of(4)
+    assert earlier is None
+    begun = RunFolder.create(str(tmp_path), "run")
+    write_config(begun, plan.config)
+    save(begun.path, step=1)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(int(restarted)))
+    again, earlier = planned_of(3)
+    assert (plan.config.micro_batch_size, again.config.micro_batch_size) == (3, 4)
+    assert (earlier and earlier.path) == (begun.path if restarted else None)
 
 
 def test_a_second_run_with_the_same_name_gets_another_folder(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from trainer.config.compose import compose
 from trainer.errors import UserError, first_line, redacted
 from trainer.tracking.follower import Follower
 from trainer.tracking.log import MetricLog
-from trainer.tracking.plots import _curve, plot_run, read_series
+from trainer.tracking.plots import _training_curve, plot_run, read_series
 from trainer.tracking.store import database_file, tracking_uri, valid_key
 from trainer.tracking.tracked_run import TrackedRun
 
@@ -109,7 +109,7 @@ def test_the_smoothed_curve_is_a_running_mean_of_what_is_finite() -> None:
     values[[3, 40, 41]], values[100:120] = (NAN, INF, -INF), NAN
     drawn: list[np.ndarray] = []
     axes = SimpleNamespace(plot=lambda steps, values, **style: drawn.append(values))
-    _curve(axes, np.arange(300), values, "training")
+    _training_curve(axes, np.arange(300), values)
     windows = [values[max(0, place - 3) : place + 4] for place in range(300)]
     means = [np.mean(window[np.isfinite(window)]) if np.isfinite(window).any() else NAN for window in windows]
     np.testing.assert_allclose(drawn[1], means)
@@ -149,8 +149,7 @@ from trainer.tracking.log import MetricLog
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 time.time = lambda: 0
 folder = Path(sys.argv[1])
-opened = MetricLog(Tracking(mlflow=False), folder, TrackedRun("e", "r", {}, {}))
-opened.begin()
+opened = MetricLog(Tracking(mlflow=False), folder, TrackedRun("e", "r", {}, {}), None)
 def limit(size):  # of every file, kept by the kernel: it takes a part of a write, then refuses
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 limit(100)
