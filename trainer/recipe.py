@@ -44,7 +44,7 @@ class LossOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of an optimizer step and of a run, after every ``auto`` is resolved."""
+    """What ``auto`` stands for in the sizes of a run; of the microbatch the most, lowered to divide the batch."""
 
     steps: int
     batch_size: int

@@ -218,11 +218,10 @@ class Trainer:
         Raises:
             UserError: it is not of this model and this optimizer, or is damaged; nothing was loaded.
         """
-        rng = saved.rng(self.world.rank)
         saved.restore(self.model, self.optimizer, self.masters, self.average)
         self.loss_scale.load_state_dict(saved.loss_scale)
         self.step = saved.step
-        if rng is not None:  # a rank that was not there before has a seed of its own
+        if (rng := saved.rng(self.world.rank)) is not None:  # a rank that was not there before has a seed of its own
             set_random_state(rng, self.device)
 
     def build_model(self) -> nn.Module:

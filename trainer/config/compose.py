@@ -87,11 +87,10 @@ def _resumed(line: CommandLine) -> RunFolder | None:
         raise UserError("resume=true: write resume=auto, which continues the newest run of this name, or a run folder")
     if resume in NO_FOLDER:
         return None
-    output_dir = str(line.value("output_dir", "outputs"))
-    folder = RunFolder.open("resume", str(resume), output_dir, line.value("tracking.uri"))
     if line.is_multirun:
-        raise UserError(f"resume={folder.path} continues one run, but -m starts several; remove -m")
-    return folder
+        raise UserError(f"resume={resume} continues one run, but -m starts several; remove -m")
+    output_dir = str(line.value("output_dir", "outputs"))
+    return RunFolder.open("resume", str(resume), output_dir, line.value("tracking.uri"))
 
 
 def _register(recorded: Mapping[str, Any]) -> None:

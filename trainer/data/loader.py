@@ -112,8 +112,8 @@ class Batching:
 
         A step uses the same samples with any number of ranks: microbatch i goes to rank i modulo the number of ranks.
         """
-        in_a_step = self.accumulation * self.ranks
-        microbatches = order.batches(first_step * self.batch_size, self.micro_batch_size, count * in_a_step)
+        on_all_ranks = count * self.accumulation * self.ranks
+        microbatches = order.batches(first_step * self.batch_size, self.micro_batch_size, on_all_ranks)
         return islice(microbatches, self.rank, None, self.ranks)
 
 

@@ -126,7 +126,7 @@ def ran_out(error: Exception, config: Config, batching: Batching, retry: bool) -
 
     Args:
         error: of the allocator.
-        config: as composed.
+        config: of the run.
         batching: of the run.
         retry: whether nothing was trained yet, so that the run can start again with half the microbatch.
     """

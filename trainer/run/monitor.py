@@ -83,12 +83,13 @@ class Monitor:
         self._pending: list[tuple[StepRecord, dict[str, Tensor | float]]] = []
         """Steps whose tensors the host has not read, with their values of each metric."""
         self._interval: dict[str, list[float]] = {name: [] for name in STEP_METRICS}
-        """The values since the last line of the log, a checkpoint's among them."""
+        """The values since the last line of the log; a resumed run begins with those of its checkpoint."""
         self._totals = {name: 0.0 for name, metric in STEP_METRICS.items() if metric.combine is None}
         self._skipped_in_a_row = 0
         self._memory, self._memory_read = 0, -math.inf
-        self._counted = time.perf_counter()
-        self._window = _Window(self._counted)
+        self._timed_until = time.perf_counter()
+        """The time up to which ``trained_s`` has counted, or left out, on the clock."""
+        self._window = _Window(self._timed_until)
         self._measured: list[_Window] = []
 
     @property
@@ -99,8 +100,8 @@ class Monitor:
     def start(self) -> None:
         """Start the clock of the first window, and measure the peak memory from here on."""
         reset_peak_memory(self.trainer.device)
-        self._counted = time.perf_counter()
-        self._window = _Window(self._counted)
+        self._timed_until = time.perf_counter()
+        self._window = _Window(self._timed_until)
 
     @torch.no_grad()  # a metric of the weights needs no graph
     def add(self, record: StepRecord) -> dict[str, float] | None:
@@ -123,8 +124,8 @@ class Monitor:
         Raises:
             NonFiniteGradients: they were not finite and no loss scale can recover, or it has reached its limit.
         """
-        before, self._counted = self._counted, time.perf_counter()
-        self.trained_s += self._counted - before
+        before, self._timed_until = self._timed_until, time.perf_counter()
+        self.trained_s += self._timed_until - before
         if not self._pending:
             return
         records, values = zip(*self._pending, strict=True)
@@ -166,8 +167,8 @@ class Monitor:
         self.collect()  # steps still queued on the device belong to the time before
         began = time.perf_counter()
         yield
-        self._counted = time.perf_counter()
-        self._window.began += self._counted - began
+        self._timed_until = time.perf_counter()
+        self._window.began += self._timed_until - began
 
     def stalled(self, seconds: float) -> None:
         """Add the seconds that training waited for a checkpoint to the next line."""

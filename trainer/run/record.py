@@ -80,7 +80,7 @@ def open_metric_log(
     options: dict[str, Any],
     manifest: dict[str, Any],
     git: dict[str, str],
-    saved: int | None,
+    resumed_at: int | None,
 ) -> MetricLog:
     """Open the metric log, with MLflow behind it.
 
@@ -90,7 +90,7 @@ def open_metric_log(
         options: of the run by dotted key; params in MLflow.
         manifest: see ``observed``.
         git: the commit, where the project is in a repository.
-        saved: the step of the checkpoint that the run continues from; None: a new run.
+        resumed_at: the step of the checkpoint that the run continues from; None: a new run.
     """
     config = trainer.config
     # Tags: by what runs are found and grouped there.
@@ -129,7 +129,7 @@ def open_metric_log(
         log.warning(
             "%s is ignored: each run has its own; set tracking.experiment, or unset it", ", ".join(sorted(ignored))
         )
-    return MetricLog(config.tracking, folder, run, saved)
+    return MetricLog(config.tracking, folder, run, resumed_at)
 
 
 def record_failure(

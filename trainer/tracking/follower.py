@@ -190,7 +190,7 @@ class Follower(threading.Thread):
     def _record(self) -> None:
         """Note what MLflow has got now, which is progress."""
         self._check_wanted()
-        with suppress(OSError):  # a full disk must not stop it; what MLflow has already, it ignores
+        with suppress(OSError):  # a full disk must not stop it; the next attempt asks MLflow what it has
             self._run.write(self._folder)
         self._progressed_s, self._failures, self._problem = time.monotonic(), 0, None
 
@@ -251,10 +251,7 @@ class Follower(threading.Thread):
     def _send_points(
         self, client: MlflowClient, run_id: str, lines: Iterable[dict[str, Any]], key_of: Callable[[str], str]
     ) -> None:
-        """Send the values of lines of a metric log, but for those of steps that MLflow has, and those not finite.
-
-        MLflow ignores a point that it already has, so sending it again after a kill doubles nothing.
-        """
+        """Send the values of lines of a metric log, but for those of steps that MLflow has, and those not finite."""
         from mlflow.entities import Metric
 
         # A point for each value: MLflow's name of the metric, the time in milliseconds, the step.
@@ -323,7 +320,7 @@ class Follower(threading.Thread):
         for file in files_in(path):
             if linked and file.suffix == ".safetensors":
                 continue
-            self._send_metrics(client, run_id)
+            self._send_metrics(client, run_id)  # the run may train on meanwhile
             client.log_artifact(run_id, str(file), None if file == path else self._place(file.parent))
         if path.name == BEST and architecture(self._folder):
             with TemporaryDirectory() as scratch:
