@@ -72,7 +72,9 @@ def compared(arguments: list[str]) -> Result:
     """
     plan = planned(arguments)
     configs = check_arms(plan)
-    result = compare(plan, configs, shlex.join(["python", "scripts/compare.py", *redacted_arguments(arguments)]))
+    result = compare(
+        plan, configs[plan.baseline], shlex.join(["python", "scripts/compare.py", *redacted_arguments(arguments)])
+    )
     page = write_report(result)
     print(f"\n{report(result).text()}\n\nreport {page}")
     return result

@@ -109,14 +109,14 @@ class Result:
         }
 
 
-def compare(plan: ComparisonPlan, configs: dict[str, Config], command: str = "") -> Result:
+def compare(plan: ComparisonPlan, base: Config, command: str = "") -> Result:
     """Train what is left to train, judge it, and write ``comparison.json``; print each run.
 
     In MLflow, the runs' tag ``group`` is the comparison's name.
 
     Args:
         plan: what to compare; without a name it is named by the recipe and the arms.
-        configs: from ``check_arms``.
+        base: config of the baseline.
         command: the command line, for the report.
 
     Raises:
@@ -124,15 +124,14 @@ def compare(plan: ComparisonPlan, configs: dict[str, Config], command: str = "")
             cannot be written.
     """
     # What stays the same, however often the command is repeated.
-    first = configs[plan.baseline]
-    name = plan.name or "-".join([first.recipe.name, *(arm.label for arm in plan.arms)])
-    plan, hardware = replace(plan, name=name), detect(first.device)
+    name = plan.name or "-".join([base.recipe.name, *(arm.label for arm in plan.arms)])
+    plan, hardware = replace(plan, name=name), detect(base.device)
     arms, seeds, folder = plan.arms, plan.seeds, plan.folder
     facts: dict[str, Any] = {
         "command": command,
-        "recipe": first.recipe.name,
-        "unit": first.recipe.unit,
-        "steps": first.steps,
+        "recipe": base.recipe.name,
+        "unit": base.recipe.unit,
+        "steps": base.steps,
         "hardware": hardware.facts(),
         "versions": versions(),
         "git": git_facts(),

@@ -54,15 +54,17 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> tuple[TakenStep,
     summary = folder.summary()
     failure = summary.get("failure") or {}
     trainer = Trainer.from_config(config)
-    failed = int(failure.get("step", 0))
-    if failed and step > failed:
-        raise UserError(f"step={step}: {folder.path} stopped at step {failed}; set step={failed}, or leave it out")
+    failed_at = int(failure.get("step", 0))
+    if failed_at and step > failed_at:
+        raise UserError(
+            f"step={step}: {folder.path} stopped at step {failed_at}; set step={failed_at}, or leave it out"
+        )
     last = max([int(summary.get("step", 0)), *store.steps(folder.checkpoints)])
-    wanted = step or failed or last + 1
+    wanted = step or failed_at or last + 1
     if wanted > trainer.plan.steps + 1:
         raise UserError(f"step={wanted}: {folder.path} ends earlier; set step={trainer.plan.steps}")
     taken = _take(config, trainer, wanted, folder, failure)
-    finished = not step and not failed and summary.get("status") == "FINISHED"
+    finished = not step and not failed_at and summary.get("status") == "FINISHED"
     return replace(taken, notes=taken.notes + _differences(summary), finished=finished), config
 
 

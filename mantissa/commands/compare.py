@@ -184,12 +184,12 @@ def _digest(path: str | Path) -> str:
 
 def _run(arm: str, seed: int, command: str, options: argparse.Namespace) -> Run:
     """Run an arm's command, with its seed, in a fresh process, and read its metric; a file takes what it prints."""
-    folder, metric = options.report / "runs", options.metric
+    folder, sought = options.report / "runs", options.metric
     folder.mkdir(parents=True, exist_ok=True)
     # In `python train.py | tee log` a crash must not pass for the end of training.
     words = ["bash", "-o", "pipefail", "-c", command] if shutil.which("bash") else command
     ended = shell.run(words, folder / f"{arm}-s{seed}.out", errors_apart=True, limit_s=options.timeout)
-    numbers = ((last_number(metric, text), text) for text in (ended.output, ended.errors))
+    numbers = ((last_number(sought, text), text) for text in (ended.output, ended.errors))
     value, text = next((number for number in numbers if number[0] is not None), (None, ""))
 
     # A run that diverged has an outcome, whatever its exit code.
@@ -200,7 +200,7 @@ def _run(arm: str, seed: int, command: str, options: argparse.Namespace) -> Run:
         curve = _curve(options, text) if options.step else ([], [])
         if not options.step or any(curve):
             return Run(arm, seed, {"loss": value, "minutes": minutes}, ended.seconds, curve=curve)
-        metric = options.step
+        sought = options.step
 
     # What it printed says why there is no number.
     lines = f"its last lines: {ended.last_lines() or 'none'}"
@@ -209,7 +209,7 @@ def _run(arm: str, seed: int, command: str, options: argparse.Namespace) -> Run:
     elif ended.code:
         failure = f"ended with exit code {ended.code}"
     else:
-        failure, lines = f"printed no number after the text {metric!r}", _close(metric, ended) or lines
+        failure, lines = f"printed no number after the text {sought!r}", _close(sought, ended) or lines
     return Run(arm, seed, seconds=ended.seconds, failure=f"`{command}` {failure}; {lines}")
 
 
@@ -230,7 +230,7 @@ def _curve(options: argparse.Namespace, text: str) -> tuple[list[float], list[fl
         value = last_number(options.metric, line)
         if step is not None and value is not None:
             steps.append(step)
-            losses.append(-value if options.higher_is_better else value)
+            losses.append(value)
     return steps, losses
 
 

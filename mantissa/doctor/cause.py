@@ -62,7 +62,7 @@ class Origin:
         return [root for root in self.node.roots() if root.is_mask]
 
     @property
-    def is_given(self) -> bool:
+    def from_outside(self) -> bool:
         """Whether what it is given is not finite, and is no mask that it can take."""
         roots = self.node.roots()
         meant = len(self.masks) == len(roots) and self.node.site.op.removeprefix("aten.") in _MASKED
@@ -75,7 +75,7 @@ class Origin:
 
     @cached_property
     def recomputed(self) -> Recomputed:
-        """What it is in fp64; taken once, as are the next ones, by the first rule that asks."""
+        """What it is in fp64; taken once, by the first rule that asks."""
         return recompute(self.replay, self.node.number)
 
     @property
@@ -172,7 +172,7 @@ def locate(replay: Replay, format: str, opened: str = "") -> Origin | None:
     origin = Origin(replay, format, node, path, 0 if alone else len(starts), opened)
 
     # Fused attention hides its operators: torch's MATH kernel shows them.
-    if "scaled_dot_product" in node.site.op and not opened and not origin.is_given:
+    if "scaled_dot_product" in node.site.op and not opened and not origin.from_outside:
         with sdpa_kernel(SDPBackend.MATH):
             return locate(replay, format, node.site.op) or origin
     return origin
@@ -270,7 +270,7 @@ def _in_fp64(op: Op) -> list[Tensor]:
 
 def _input(origin: Origin) -> Finding | None:
     """Name the tensor and the sample that is not finite before the step, with a cure that was tried."""
-    if not origin.is_given:
+    if not origin.from_outside:
         return None
     replay, step = origin.replay, origin.replay.step
     outside = min(origin.node.roots(), key=lambda root: not root.in_batch)

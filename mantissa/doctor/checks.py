@@ -24,7 +24,7 @@ SWEEP, ISLANDS = "formats", "islands"
 MANIFEST, RANGE, MODULES, COMPILED = "manifest", "range", "modules", "compiled step"
 """Names of the parts whose rows are read: they are in ``Diagnosis.examined``."""
 RUNS, FINITE, EXACT = "the run's format raises nothing", "the step is finite in it", "the step is finite in fp32"
-COMPILES, HALF, HALF_WEIGHTS = "the run compiles", "it computes in 16 bits alone", "it keeps weights in 16 bits alone"
+COMPILES, HALF, HALF_WEIGHTS = "the run compiles", "it computes in 16 bits", "it keeps weights in 16 bits alone"
 """What is known of a step before the checks: from the format sweep, then of the run and its format."""
 Sort = tuple[str, str]
 """A kind of faults and their direction."""

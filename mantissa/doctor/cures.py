@@ -258,17 +258,17 @@ def _broken_module(step: Step, modules: list[str], tried_on: list[list[Batch]], 
     except FormatError:  # a module that is never called, such as the output projection of torch's attention
         return modules[-1]
 
-    # What is nearest to the largest number, beside what is beyond it.
-    nearest = ""
+    # The first module with a result that is too near to the largest number.
+    near = ""
 
     def note(op: Op) -> None:
-        nonlocal nearest
-        if not nearest and op.place[1] == FORWARD and _is_near_largest(op):
-            nearest = op.place[0]
+        nonlocal near
+        if not near and op.place[1] == FORWARD and _is_near_largest(op):
+            near = op.place[0]
 
     # This step, and some that follow.
     for microbatches in tried_on:
-        replay, nearest = replay.of(step.with_microbatches(microbatches)), ""
+        replay, near = replay.of(step.with_microbatches(microbatches)), ""
         try:
             with Trace(replay.model, note):
                 nonfinite = bool(replay.run_with_backoff().nonfinite)
@@ -280,8 +280,8 @@ def _broken_module(step: Step, modules: list[str], tried_on: list[list[Batch]], 
             fault = find_origin(replay, step.format.name) if nonfinite else None
         if nonfinite:
             return fault.module if fault is not None else ""
-        if headroom and nearest and nearest not in modules:
-            return nearest
+        if headroom and near and near not in modules:
+            return near
     return None
 
 

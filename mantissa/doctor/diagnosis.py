@@ -59,7 +59,7 @@ class TakenStep:
 
     step: Step
     began: str
-    """Name of the checkpoint where the replay started, or ``the beginning``."""
+    """Where the replay started, in words: the name of a checkpoint, or the beginning."""
     loss: float = math.nan
     grad_norm: float = math.nan
     skipped: bool = False
@@ -175,7 +175,7 @@ class Diagnosis:
     def ended_at_scale(self) -> bool:
         """Whether the run has ended at a loss scale, and the step is finite at a lower one."""
         as_run = self.sweep.as_run
-        return self.taken.failed and as_run is not None and as_run.status == OK and as_run.scale != as_run.scales[0]
+        return self.taken.failed and as_run is not None and as_run.backed_off
 
     @property
     def facts(self) -> set[str]:
@@ -315,6 +315,7 @@ def _search(result: Diagnosis) -> None:
 
     # With which scale and format, and from which place.
     scale = scales.proposed if scales is not None else None
+    # A run that has ended is cured at the scale at which it ended, or by a lower one.
     if result.ended_at_scale and result.sweep.as_run is not None:
         step = result.taken.step
         scale = min(scale, result.sweep.as_run.scale) if scale is not None else None
@@ -342,7 +343,7 @@ def _verdict(result: Diagnosis) -> str:
         deterministic = taken.step.remedies.deterministic
         result.notes.append(f"the run failed at this step, but its replay is finite; train with {deterministic}")
         return NOT_REPRODUCED
-    if not taken.finite and as_run is not None and as_run.scale == as_run.scales[0]:
+    if not taken.finite and as_run is not None and not as_run.backed_off:
         result.notes.append("the step is not finite as the run takes it, and finite in every format that was examined")
         return NOT_REPRODUCED
     return INCOMPLETE if result.budget.left_out else HEALTHY

@@ -106,7 +106,7 @@ def examine(
         accumulate: batches in one step.
         number: of the step, for the report.
         generators: from ``mantissa.tensors.random_state``, as they were before the step. None: as they are now.
-        failed: whether the step was not finite when it was taken.
+        failed: whether the step was not finite when it was taken, at ``scale`` if that is given.
         checks: some of ``mantissa.doctor.checks.CHECKS``.
         time_budget_s: seconds for the checks; what does not fit is named in the report.
         say: hears the name of every part before it begins.
@@ -153,12 +153,14 @@ def examine(
     try:
         with torch.enable_grad():
             say("step")
-            taken = take(step)
+            # What failed at a known loss scale is taken there: its scaler would go on to a lower one.
+            backs_off = not failed or scale is None
+            taken = take(step, backs_off=backs_off)
 
             # Where the code enters autocast itself, that says the precision.
             if taken.own_autocast and step.format.half_weights is None:
                 name = computing_in(taken.own_autocast, torch.float32)
-                taken = take(step.inside_autocast(FORMATS[name]))
+                taken = take(step.inside_autocast(FORMATS[name]), backs_off=backs_off)
                 entered = "the loss or the model enters autocast itself"
                 note = f"{entered}: precision={name!r} is examined, with no autocast around it"
                 taken = replace(taken, notes=[*taken.notes, note])

@@ -49,6 +49,11 @@ class FormatTrial:
         """Whether the step is not finite in the format, or raises."""
         return self.status in (BREAKS, RAISES)
 
+    @property
+    def backed_off(self) -> bool:
+        """Whether the step is finite, at a lower loss scale than the first."""
+        return self.status == OK and self.scale != self.scales[0]
+
     def replay(self, step: Step, scale: float) -> Replay:
         """Return a replay of a step in the format: a plain one on fp32 weights, any other as the run takes it."""
         if self.format is None:
@@ -75,7 +80,7 @@ class FormatTrial:
         if self.status == LEFT_OUT:
             return f"{self.name} {self.why}"
         name = f"{self.name} {self.scales[0]:.10g}" if self.scaler else self.name
-        lower = f" at {self.scale:.10g}" if self.status == OK and self.scale != self.scales[0] else ""
+        lower = f" at {self.scale:.10g}" if self.backed_off else ""
         loss = f" (loss {self.loss:.4g})" if with_loss and self.status == OK else ""
         return f"{name} {self.status}{lower}{loss}"
 
@@ -88,7 +93,7 @@ class Sweep:
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
     half: bool = False
-    """Whether 16 bits are the first that break, which fp32 in some places may cure."""
+    """Whether a format below fp32 is the first that breaks, which fp32 in some places may cure."""
 
     @property
     def as_run(self) -> FormatTrial | None:
@@ -120,17 +125,18 @@ def format_sweep(step: Step, budget: Budget, loss: float | None, failed: bool) -
     # The cause is sought where the step breaks first. Where fp64 breaks, so does fp32, with a dtype that runs have.
     sweep = Sweep((*trials, as_run))
     broken = next((trial for trial in sweep.trials if trial.format and trial.breaks), None)
-    faulty = sweep if broken is None else _at_fault(sweep, step, broken, budget)
-    if broken is not None and as_run.status != OK:
-        return faulty
+    notes: tuple[str, ...] = ()
+    if broken is not None:
+        faulty = _at_fault(sweep, step, broken, budget)
+        if as_run.status != OK:
+            return faulty
+        notes = tuple(
+            f"{broken.name} breaks ({finding.kind} in {finding.place}), but this run in {step.format.name} is finite"
+            for finding in faulty.findings
+        )
 
     # A step that is finite may have needed a lower scale than its run had, or may have no scaler in torch.
-    notes = tuple(
-        f"{broken.name} breaks ({finding.kind} in {finding.place}), but this run in {step.format.name} is finite"
-        for finding in faulty.findings
-        if broken is not None
-    )
-    if failed and as_run.scale != as_run.scales[0]:
+    if failed and as_run.backed_off:
         return replace(sweep, notes=notes, findings=_at_first_scale(step, as_run, budget), half=True)
     if as_run.scaler and (stored := _unscalable(step)):
         refused = replace(as_run, status=RAISES, why=_NO_HALF)

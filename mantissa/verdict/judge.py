@@ -115,7 +115,10 @@ def judge(
     }
 
     # Both in one: what it takes to the baseline's final loss. Where speeds are not comparable, steps alone are.
-    curves = {arm: {seed: run.curve for seed, run in of_arm.items() if run.ended} for arm, of_arm in runs.items()}
+    curves = {
+        arm: {seed: (run.curve[0], [sign * loss for loss in run.curve[1]]) for seed, run in of_arm.items() if run.ended}
+        for arm, of_arm in runs.items()
+    }
     step_s = {
         arm: {seed: step_s for seed, run in of_arm.items() if (step_s := run.number("step_s")) is not None}
         for arm, of_arm in runs.items()

@@ -18,7 +18,7 @@ SEED_SHIFT = 1000
 Item = TypeVar("Item")
 Round = TypeVar("Round")
 Curve = Sequence[Sequence[float]]
-"""Steps of a run's evaluations, and the losses there, lower is better."""
+"""Steps of a run's evaluations, and the losses there."""
 
 
 @dataclass(frozen=True)

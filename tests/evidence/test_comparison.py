@@ -77,7 +77,7 @@ def test_a_comparison_continues_and_neither_plan_nor_seeds_may_change(
         return Run(arm.label, seed, {"loss": loss, "speed": 1.0, "skipped": 0}, 1.0)
 
     def looked(*more: str) -> Result:
-        return compare(planned([*arguments, *more]), configs)
+        return compare(planned([*arguments, *more]), configs["fp32"])
 
     monkeypatch.setattr(Runner, "run", run)
     assert [len(look["seeds"]) for look in looked("seeds=4").looks] == [4]

@@ -125,6 +125,16 @@ def test_what_cures_a_run_that_its_scale_ended_is_finite_at_that_scale_or_lowers
             assert not cure.step.as_run().run().nonfinite, text
 
 
+@pytest.mark.parametrize(("scale", "verdict"), [(65536.0, "FOUND"), (None, "NOT REPRODUCED")])
+def test_what_failed_is_examined_at_the_scale_that_is_given(scale: float | None, verdict: str) -> None:
+    """Where none is given, 65536 is a guess, from which the scaler goes on to a lower one."""
+    model = ENDED["inside of a module"]()
+    batches, optimizer = [{"x": torch.randn(8, NARROW), "y": torch.randn(8, 1)}], torch.optim.SGD(model.parameters())
+    options: dict[str, Any] = {"scale": scale, "failed": True, "checks": ("formats", "range")}
+    report = mantissa.examine(model, error, batches, "fp16", optimizer, **options)
+    assert report.verdict == verdict, str(report)
+
+
 def overflowing_twice() -> nn.Module:
     """Two layers. Each overflows in fp16, also without the other."""
     return nn.Sequential(Block(), large_ffn(), nn.LayerNorm(WIDTH), large_ffn(), Block())

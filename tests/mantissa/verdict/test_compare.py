@@ -123,6 +123,9 @@ def test_a_log_with_steps_says_how_many_it_takes_to_the_final_metric_of_the_firs
     assert re.search(r"EQUIVALENT .*\)\. To the final val loss of fp32: 3[34] % fewer steps\.\n", printed)
     assert printed.count("The final val loss of fp32 is not reached.") == 2
     assert len(re.findall("wall time +steps to equal\n", printed)) == 2
+    lines = (commands.folder / "a" / "runs.jsonl").read_text().splitlines()
+    runs = [run for kind, run in map(json.loads, lines) if kind == "run"]
+    assert [run["curve"][1][-1] for run in runs] == [run["values"]["loss"] for run in runs]
     reached = json.loads((commands.folder / "a" / "comparison.json").read_text())["reached"]
     assert reached["fast"]["steps"]["0"] == pytest.approx(20, abs=1)
     assert reached["fp32"]["steps"]["0"] == pytest.approx(30, abs=1)
