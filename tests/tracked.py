@@ -28,7 +28,9 @@ def open_log(path: Path, resume_step: int | None = None, **options: Any) -> Metr
     run["checkpoints"] = config["checkpoints"] = options.pop("checkpoints", "last")
     for key, value in options.items():
         (config if key in OPTIONS else run)[key] = value
-    return MetricLog(Tracking(**config), path, TrackedRun(name=path.name, **run), resume_step)
+    opened = MetricLog(Tracking(**config), path, TrackedRun(name=path.name, **run))
+    opened.begin(resume_step)
+    return opened
 
 
 def tracked(path: Path, steps: int = 1, status: str = "FINISHED", **options: Any) -> MetricLog:

@@ -129,7 +129,9 @@ def open_metric_log(
         log.warning(
             "%s is ignored: each run has its own; set tracking.experiment, or unset it", ", ".join(sorted(ignored))
         )
-    return MetricLog(config.tracking, folder, run, resumed_at)
+    metric_log = MetricLog(config.tracking, folder, run)
+    metric_log.begin(resumed_at)
+    return metric_log
 
 
 def record_failure(

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,26 @@ class MetricLog:
         config: the ``tracking`` group.
         folder: of the run; that of a new run has no log yet.
         run: what MLflow gets when the run begins.
-        resumed_at: the step of the checkpoint that a run continues from; what was logged after it is removed. None: a
-            new run.
     """
 
-    def __init__(self, config: Tracking, folder: Path, run: TrackedRun, resumed_at: int | None) -> None:
-        """Open the log, and prepare the thread that sends it to MLflow."""
+    _file: FileIO
+
+    def __init__(self, config: Tracking, folder: Path, run: TrackedRun) -> None:
         self.config = config
         self.folder = folder
         self.run = run
         self._unwritten = bytearray()
         self._warned = False
         self._follower: Follower | None = None
+
+    def begin(self, resumed_at: int | None = None) -> None:
+        """Open the log, and prepare the thread that sends it to MLflow.
+
+        Args:
+            resumed_at: the step of the checkpoint that a run continues from; what was logged after it is removed. None:
+                a new run.
+        """
+        config, folder = self.config, self.folder
         path = folder / METRICS_FILE
 
         # Of a resumed run, what follows its checkpoint comes again.

@@ -149,7 +149,8 @@ from trainer.tracking.log import MetricLog
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 time.time = lambda: 0
 folder = Path(sys.argv[1])
-opened = MetricLog(Tracking(mlflow=False), folder, TrackedRun("e", "r", {}, {}), None)
+opened = MetricLog(Tracking(mlflow=False), folder, TrackedRun("e", "r", {}, {}))
+opened.begin()
 def limit(size):  # of every file, kept by the kernel: it takes a part of a write, then refuses
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 limit(100)
