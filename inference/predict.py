@@ -113,7 +113,7 @@ def _predictions(
         std=tuple(config["std"]),
     )
     recipe, device = run.config.recipe, run.hardware.device
-    loader = run.config.loader.resolve(Context(run.hardware, World(), run.config.data, datasets=datasets))
+    loader, _ = run.config.loader.resolve(Context(run.hardware, World(), run.config.data, datasets=datasets))
     model = run.in_precision(exported.model(recipe, datasets))
     batches = evaluation_samples(len(files), None, batch_size)
     for samples, batch in zip(batches, loader.batches(photos, batches, run.hardware), strict=True):

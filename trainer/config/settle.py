@@ -192,14 +192,14 @@ def settle(plan: Plan) -> Settled:
     with on_every_rank():
         recipe, of_recipe = config.recipe.resolve(context)
         augment, of_augment = config.augment.resolve(context)
-        loader = config.loader.resolve(context)
+        loader, of_loader = config.loader.resolve(context)
     return Settled(
         hardware=plan.hardware,
         world=plan.world,
         config=replace(config, recipe=recipe, augment=augment, loader=loader),
         eval_every=plan.eval_every,
         save_every=plan.save_every,
-        decisions=(*plan.decisions, *of_recipe, *of_augment),
+        decisions=(*plan.decisions, *of_recipe, *of_augment, *of_loader),
         recorded=plan.recorded,
         datasets=augment.applied(datasets),
     )

@@ -25,7 +25,7 @@ from trainer.errors import RunError, UserError, check_number, first_line
 from trainer.hardware import Hardware, select
 
 if TYPE_CHECKING:  # a loading process imports this module, and needs no recipe
-    from trainer.recipe import Context
+    from trainer.recipe import Context, Decision
 
 T = TypeVar("T")
 STEPS_AHEAD = 2
@@ -195,13 +195,13 @@ class Loader:
     def __post_init__(self) -> None:
         check_number("loader.workers", self.workers, 0)
 
-    def resolve(self, context: Context) -> Self:
+    def resolve(self, context: Context) -> tuple[Self, list[Decision]]:
         """Return the loader with as many workers as the open data needs; nothing about it is worth showing."""
-        if self.workers != "auto":
-            return self
+        if self.workers != "auto" or context.datasets is None:
+            return self, []
         cores = context.hardware.cpu_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         enough = max(1, min(16, cores - 2 if cores > 4 else cores)) if context.datasets.decodes else 0
-        return replace(self, workers=context.recorded.get("loader.workers", enough))
+        return replace(self, workers=context.recorded.get("loader.workers", enough)), []
 
     def batches(
         self, dataset: Dataset, samples: Iterable[list[SampleId]], hardware: Hardware, in_a_step: int = 1

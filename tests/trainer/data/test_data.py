@@ -151,7 +151,7 @@ def test_auto_workers_leave_cores_to_the_thread_that_launches_kernels_and_to_the
     """Data that are arrays need none: tests/trainer/config/test_settle.py."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     opened = context(DataSource(), replace(CPU, cpu_cores=cores), datasets=SimpleNamespace(decodes=True))
-    assert Loader().resolve(opened).workers == expected
+    assert Loader().resolve(opened)[0].workers == expected
 
 
 def test_evaluation_samples_are_spread_evenly_in_order_and_never_augmented() -> None:
