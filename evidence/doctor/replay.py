@@ -93,7 +93,7 @@ def _take(
         trainer = Trainer.from_config(config)
         began, _ = _go_to(trainer, reached, folder)
     step = step_of(trainer)
-    # What failed is taken at the loss scale of then, its scaler would go on to a lower one.
+    # What failed is taken at the loss scale at which it failed: its scaler would go on to a lower one.
     failed = folder is not None and (step.number == failure.get("step") or reached < wanted)
     scale = failure.get("loss_scale") if failed else None
     step = step.at_scale(float(scale)) if scale else step
