@@ -105,6 +105,13 @@ def test_what_would_be_another_run_is_refused(run: Path, train: Train) -> None:
     assert sorted(path.name for path in (run / "checkpoints").iterdir())[-1] == "step-00000004"
 
 
+def test_a_stopped_run_that_has_taken_more_steps_says_how_many(run: Path, train: Train) -> None:
+    (run / "summary.json").unlink()
+    done = train("resume=elsewhere/1e3", "steps=2")
+    assert (done.code, done.out) == (2, "")
+    assert "steps=2, but elsewhere/1e3 was stopped after step 4; set steps=4 or more" in done.err
+
+
 def test_a_record_of_another_version_is_no_traceback(run: Path, train: Train) -> None:
     before = recorded(run)
     for change, reported in (
