@@ -32,9 +32,25 @@ class RunError(Exception):
 
 
 class UserError(RunError):
-    """An option or a file of the user cannot work: the message names it and what to set instead."""
+    """An option or a file of the user cannot work.
+
+    Args:
+        problem: what is there, and what is wanted.
+        remedies: what to type, each a line of a shell: overrides that take the place of those with the same keys; an
+            empty one leaves the mistake out. Each works by itself. What is not known whole, such as a path, is no
+            remedy, but part of the problem.
+        mistake: the arguments, as typed, that every remedy takes the place of as well.
+        shared: see ``RunError.shared``.
+    """
 
     exit_code = 2
+
+    def __init__(self, problem: str, *remedies: str, mistake: str = "", shared: bool | None = None) -> None:
+        typed = " or ".join(filter(None, remedies))
+        to_do = [f"set {typed}"] if typed else []
+        to_do += [f"leave {'it' if mistake in problem else mistake} out"] if "" in remedies else []
+        super().__init__("; ".join(filter(None, [problem, ", or ".join(to_do)])), shared=shared)
+        self.problem, self.remedies, self.mistake = problem, remedies, mistake
 
 
 class NonFiniteError(RunError):

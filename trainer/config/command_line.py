@@ -6,6 +6,7 @@ import difflib
 import itertools
 import logging
 import re
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from hydra.errors import HydraException
 from mantissa.names import format_name
 from trainer.config import external_recipes
 from trainer.config.explain import OTHER_NAMES, intended_key, types_of
-from trainer.config.registration import CONF, choices
+from trainer.config.registration import CONF, choices, key_of
 from trainer.config.text import fraction, unquoted
 from trainer.errors import UserError, nearest
 
@@ -123,6 +124,13 @@ def read(arguments: Sequence[str]) -> CommandLine:
             line.arguments[line.arguments.index(typed)] = text = _quoted_text(typed, override)
             overrides[number] = _parsed(text) or override
     return line
+
+
+def remedied(arguments: Sequence[str], remedy: str, mistake: str) -> list[str]:
+    """Return a command line with a remedy of a ``UserError`` in the place of the mistake and of the same keys."""
+    typed = shlex.split(remedy)
+    keys, wrong = set(map(key_of, typed)), shlex.split(mistake)
+    return [*(each for each in arguments if each not in wrong and key_of(each) not in keys), *typed]
 
 
 def _without_dashes(argument: str, following: str) -> str:

@@ -7,6 +7,7 @@ or several, without being Hydra's own.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -165,6 +166,21 @@ def _hydra() -> Iterator[None]:
             yield
     finally:
         GlobalHydra.instance().hydra = outer
+
+
+def accepts(arguments: Sequence[str]) -> bool:
+    """Return whether a command line of train.py can be read; once torch is imported, whether it can be composed, too.
+
+    Of a sweep, its first run.
+    """
+    try:
+        line = read(arguments)
+        if "torch" in sys.modules:
+            given = [str(override.input_line) for override in line.overrides]
+            compose(next(iter(combinations(given).values())) if line.is_multirun else given)
+    except UserError:
+        return False
+    return True
 
 
 def check_single(overrides: Sequence[str], remedy: str) -> None:

@@ -99,15 +99,17 @@ class Scaler:
             return
         if format.needs_loss_scale:
             raise UserError(
-                f"scaler=none with precision={format.name} silently loses gradients below 2^-24; use scaler=auto, "
-                "or scaler.force=true to see the effect"
+                f"scaler=none with precision={format.name} silently loses gradients below 2^-24",
+                "scaler=auto",
+                "scaler=none scaler.force=true",
             )
         reason = (
             "numbers have scales of their own" if format.number.scaled else f"{format.number.name} has fp32's range"
         )
         raise UserError(
-            f"scaler={self.kind} with precision={format.name}: {reason}, so scaling is not needed; "
-            "use scaler=auto, or scaler.force=true to measure it anyway"
+            f"scaler={self.kind} with precision={format.name}: {reason}, so scaling is not needed",
+            "scaler=auto",
+            f"scaler={self.kind} scaler.force=true",
         )
 
     def build(self, format: Format, device: torch.device) -> LossScale:

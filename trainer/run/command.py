@@ -16,7 +16,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from trainer.config import help
-from trainer.config.command_line import read
+from trainer.config.command_line import read, remedied
+from trainer.config.compose import accepts
 from trainer.config.explain import explained
 from trainer.errors import Interrupted, RunError, UserError, first_line, redacted
 from trainer.parallel.world import check_launch, launched_processes, tell_torchrun
@@ -33,13 +34,14 @@ def main() -> int:
     if "--version" in sys.argv[1:]:
         print(provenance.environment())
         return 0
+    typed = sys.argv[1:]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, where it would print and exit with 1
     try:
         check_launch()
         # Read the command line, and let Hydra compose each of its runs, which ``_train_one`` trains.
-        codes = _sweep(Sweep(read(sys.argv[1:])))
+        codes = _sweep(Sweep(read(typed)))
     except UserError as error:
-        return _report(error)
+        return _report(_with_accepted(error, typed))
     # Leave the other processes.
     if _in_a_group() and not any(codes):  # after a failure the other ranks may have exited
         sys.modules["torch.distributed"].destroy_process_group()
@@ -100,12 +102,21 @@ def _train_one(
         clear_line()
         return 0, train(config, brief=brief).summary, False
     except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, UserError):
+            error = _with_accepted(error, overrides)
         some_ranks = launched_processes() > 1 and not getattr(error, "shared", False)
         return (
             _report(error, composed.run_name if brief else ""),
             {},
             isinstance(error, KeyboardInterrupt) or some_ranks,
         )
+
+
+def _with_accepted(error: UserError, arguments: Sequence[str]) -> UserError:
+    """Return an error with those of its remedies that can be typed in this command line."""
+    mistake = error.mistake
+    held = [remedy for remedy in error.remedies if accepts(remedied(arguments, remedy, mistake))]
+    return UserError(error.problem, *held, mistake=mistake, shared=error.shared)
 
 
 def _report(error: Exception | KeyboardInterrupt, of_sweep: str = "") -> int:
