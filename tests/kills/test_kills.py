@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.kills.harness import compared, placed, undelivered
-from trainer.files import read_json, sha256, write_json
+from trainer.checkpoint.schema import write_manifest
+from trainer.files import read_json, sha256
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 
@@ -57,5 +58,5 @@ def test_a_run_that_is_killed_until_it_is_done_equals_one_that_was_not(
     save_file({name: state + 1 if state.dtype == torch.uint8 else state for name, state in states.items()}, rng)
     manifest = read_json(rng.with_name("manifest.json"))
     manifest["sha256"][rng.name] = sha256(rng)
-    write_json(rng.with_name("manifest.json"), manifest)
+    write_manifest(rng.parent, manifest)
     assert any(difference.startswith("tensor rng/") for difference in compared(whole, killed)["bits"])

@@ -1,18 +1,20 @@
 """The files of a checkpoint, and whether they are whole: their names, ``manifest.json`` and ``state.json``.
 
-``state.json`` is as the step left it, beside the tensors. The manifest holds the SHA-256 of every other file, and what
-may come after the step: the evaluation of its weights. What passes is what a run wrote; whether it fits the run that is
+``state.json`` is as the step left it, beside the tensors. The manifest holds the SHA-256 of every file, and what may
+come after the step: the evaluation of its weights. What passes is what a run wrote; whether it fits the run that is
 resumed is checked by ``reader``. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from trainer.errors import UserError
-from trainer.files import read_json, sha256
+from trainer.files import read_json, sha256, write_json
 
 FORMAT = 6
 WEIGHTS_SINCE = 5
@@ -37,7 +39,7 @@ class Manifest(TypedDict):
     score: float | None
     """Score of the weights at this step, the lowest the best; None: they were not evaluated, or it was not finite."""
     sha256: dict[str, str]
-    """Hashes by the names of the files."""
+    """Hashes by the names of the files; in the file also the manifest's own, of all that it holds beside that."""
     scores: NotRequired[dict[str, Any]]
     """The run's evaluations so far, see ``Scores``; here, because weights may be evaluated after they were saved."""
     totals: NotRequired[dict[str, Any]]
@@ -129,9 +131,26 @@ def read_manifest(folder: Path, oldest: int = FORMAT) -> Manifest:
     return content
 
 
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """Write a checkpoint's manifest, to which its own hash is added."""
+    hashes = {name: value for name, value in content["sha256"].items() if name != MANIFEST_FILE}
+    content = content | {"sha256": hashes}
+    hashes[MANIFEST_FILE] = _hash_of(content)
+    write_json(folder / MANIFEST_FILE, content)
+
+
 def _manifest_of_any_format(folder: Path) -> Manifest:
     try:
         content: Manifest = read_json(folder / MANIFEST_FILE)
+        own = content["sha256"].pop(MANIFEST_FILE, None)  # None: of an earlier version, which wrote none
     except (OSError, ValueError) as error:
         raise InvalidCheckpoint(f"{MANIFEST_FILE} cannot be read ({error})") from None
+    except (LookupError, TypeError):
+        raise InvalidCheckpoint(f"{MANIFEST_FILE} has no hashes") from None
+    if own not in (None, _hash_of(content)):
+        raise InvalidCheckpoint(f"{MANIFEST_FILE} does not match its SHA-256")
     return content
+
+
+def _hash_of(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -1,7 +1,7 @@
 """Checkpoints on the disk: everything needed to resume a run exactly, in safetensors and JSON only.
 
 A checkpoint is a folder ``step-00000100`` with ``model.safetensors``, ``optimizer.safetensors``, ``rng.safetensors``,
-``state.json``, and ``manifest.json`` that holds the SHA-256 of the others.
+``state.json``, and ``manifest.json`` that holds the SHA-256 of each.
 Where the weights are sharded (``parallel=fsdp``) each rank writes its own, ``model-00002-of-00004.safetensors``: the
 rows of a tensor follow one another in the order of the files, so any number of ranks can read what any other number
 wrote. A checkpoint is written to a temporary folder, flushed to the disk and renamed, so a folder with its final name
@@ -37,9 +37,10 @@ from trainer.checkpoint.schema import (
     path_of,
     rank_file,
     steps,
+    write_manifest,
 )
 from trainer.errors import UserError, check_number
-from trainer.files import remove_folder, sha256, write_json
+from trainer.files import remove_folder, sha256
 from trainer.optim.state import untie
 from trainer.parallel.shards import is_sharded
 from trainer.parallel.world import World
@@ -235,7 +236,7 @@ def _complete(target: Path, temporary: Path, state: str, manifest: dict[str, Any
     """Write the state and the manifest, to which the hash of the state is added, and give the folder its name."""
     (temporary / STATE_FILE).write_text(state, encoding="utf-8")
     manifest["sha256"] = {STATE_FILE: sha256(temporary / STATE_FILE)} | manifest["sha256"]
-    write_json(temporary / MANIFEST_FILE, manifest)
+    write_manifest(temporary, manifest)
     for path in (temporary / STATE_FILE, temporary / MANIFEST_FILE, temporary):
         files.flush(path)
     if target.is_dir() and not (target / MANIFEST_FILE).exists():  # copied in part, for example: no checkpoint

@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from tests.command_line.conftest import SMALLEST, Train
 from tests.helpers import CPU, same_bits, start, trainer_of
 from trainer.checkpoint.reader import load
+from trainer.checkpoint.schema import write_manifest
 from trainer.config.compose import compose as composed
 from trainer.config.settle import plan_of
 from trainer.errors import UserError
-from trainer.files import read_json, write_json
+from trainer.files import read_json
 
 SHORT = ("tracking=local", "device=cpu", "batch_size=4", "eval_samples=8", "steps=2")
 GPT2 = ("recipe=gpt2", "recipe.context=16", *SHORT)
@@ -183,7 +184,7 @@ def test_a_stopped_run_gives_the_best_weights_of_its_checkpoints(source: Path, s
     (run / "summary.json").unlink()
     for step, score in ((1, 3.0), (2, 1.0), (3, 2.0)):
         manifest = run / f"checkpoints/step-0000000{step}/manifest.json"
-        write_json(manifest, read_json(manifest) | {"score": score})
+        write_manifest(manifest.parent, read_json(manifest) | {"score": score})
     expected = load(run / "checkpoints", 2).tensors()
     trainer = trainer_of("recipe=gpt2", f"init_from={run}", TEXT, "data.path=two.txt", "recipe.vocabulary_multiple=1")
     own, rows = trainer.model.state_dict(), trainer.datasets.vocabulary

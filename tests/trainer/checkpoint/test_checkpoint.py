@@ -21,7 +21,7 @@ from tests.helpers import same_bits
 from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import evaluated_weights, load
-from trainer.checkpoint.schema import FORMAT, WEIGHTS_SINCE, best_step
+from trainer.checkpoint.schema import WEIGHTS_SINCE, best_step, write_manifest
 from trainer.checkpoint.store import CheckpointNotWritten, Snapshot
 from trainer.errors import UserError
 from trainer.optim.optimizer import Optimizer
@@ -163,7 +163,7 @@ def test_another_format_is_no_damage_and_not_resumed(number: int, weights: str, 
     (tmp_path / "run").mkdir()
     folder = tmp_path / "run/checkpoints"
     manifest = write(folder) / "manifest.json"
-    manifest.write_text(manifest.read_text().replace(f'"format": {FORMAT}', f'"format": {number}'))
+    write_manifest(manifest.parent, files.read_json(manifest) | {"format": number})
     with pytest.raises(UserError, match=rf"format {number},.* from its weights with init_from=.*{weights}$"):
         load(folder)
 
@@ -172,7 +172,7 @@ def test_a_new_run_starts_from_the_weights_of_the_format_before(tmp_path: Path) 
     manifest = write(tmp_path, 1) / "manifest.json"
     expected = evaluated_weights(tmp_path, 1)
     content = files.read_json(manifest)
-    files.write_json(manifest, content | {"format": WEIGHTS_SINCE, "score": 1.0})
+    write_manifest(manifest.parent, content | {"format": WEIGHTS_SINCE, "score": 1.0})
     assert best_step(tmp_path) == 1
     assert same_bits(evaluated_weights(tmp_path, 1), expected)
 
@@ -181,7 +181,7 @@ def test_a_run_in_mlflow_of_the_format_before_is_found_on_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = write(tmp_path / "checkpoints", 1) / "manifest.json"
-    files.write_json(manifest, files.read_json(manifest) | {"format": WEIGHTS_SINCE})
+    write_manifest(manifest.parent, files.read_json(manifest) | {"format": WEIGHTS_SINCE})
     files.write_json(tmp_path / files.TRACKING_FILE, {"run_id": "7" * 32})
     there = SimpleNamespace(
         info=SimpleNamespace(run_name="run"), data=SimpleNamespace(tags={fetch.FOLDER_TAG: str(tmp_path)})

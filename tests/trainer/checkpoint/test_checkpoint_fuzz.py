@@ -22,14 +22,14 @@ from torch import Tensor
 from tests.helpers import copied, same_bits
 from tests.trainer.checkpoint.test_checkpoint import CPU, OPTIMIZERS, Net, save, steps
 from trainer.checkpoint.reader import load
+from trainer.checkpoint.schema import WEIGHTS_SINCE, damage, write_manifest
 from trainer.errors import UserError
-from trainer.files import read_json, sha256, write_json
+from trainer.files import read_json, sha256
 
 NAME = "step-00000006"
 LEARNT = ("model.safetensors", "optimizer.safetensors")
 TENSORS = (*LEARNT, "rng.safetensors")
-HASHED = (*TENSORS, "state.json")
-ALL = (*HASHED, "manifest.json")
+ALL = (*TENSORS, "state.json", "manifest.json")
 
 Draw = random.Random
 
@@ -49,14 +49,14 @@ def write(folder: Path, name: str, content: bytes | str) -> None:
     (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     manifest = read_json(folder / "manifest.json")
     manifest["sha256"][name] = sha256(folder / name)
-    write_json(folder / "manifest.json", manifest)
+    write_manifest(folder, manifest)
 
 
 def edit(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
     content = json.loads((folder / name).read_text())
     change(content)
     if name == "manifest.json":
-        (folder / name).write_text(json.dumps(content))
+        write_manifest(folder, content)
     else:
         write(folder, name, json.dumps(content))
 
@@ -77,7 +77,7 @@ def truncate(draw: Draw, folder: Path) -> None:
 
 
 def flip_a_bit(draw: Draw, folder: Path) -> None:
-    path = folder / draw.choice(HASHED)
+    path = folder / draw.choice(ALL)
     content = bytearray(path.read_bytes())
     content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
     path.write_bytes(content)
@@ -152,6 +152,19 @@ def test_a_mutation_is_refused_or_changes_nothing(
             assert len(str(refused.value)) < 1000
             assert same_bits(dict(model.state_dict()), before)
         shutil.rmtree(place)
+
+
+def test_no_bit_of_a_manifest_flips_unseen(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    folder = tmp_path / NAME
+    shutil.copytree(saved[0] / NAME, folder)
+    write_manifest(folder, read_json(folder / "manifest.json") | {"scores": {"best": 0.5}, "totals": {"steps": 6}})
+    whole = (folder / "manifest.json").read_bytes()
+    assert damage(folder, 6, WEIGHTS_SINCE) is None
+    for bit in range(0, 8 * len(whole), 7):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (folder / "manifest.json").write_bytes(flipped)
+        assert damage(folder, 6, WEIGHTS_SINCE), bit
 
 
 class Bomb:
