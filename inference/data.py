@@ -39,7 +39,7 @@ def open_data(run: RunConfig, exported: Exported, split: str) -> Datasets:
     if isinstance(datasets, TextDatasets) and datasets.vocabulary > exported.config.get("vocab_size", 0):
         raise UserError(
             f"data={config.data.kind} has {datasets.vocabulary} token ids, the model of run={exported.given} knows "
-            f"{exported.config.get('vocab_size', 0)}; leave out data.tokenizer and data.vocab_size"
+            f"{exported.config.get('vocab_size', 0)}"
         )
     return datasets
 
@@ -56,8 +56,8 @@ def part_of(datasets: Datasets, split: str, data: DataSource) -> Dataset:
         return Joined([datasets.train, datasets.valid])
     part: Dataset | None = getattr(datasets, split)
     if part is None:
-        given = "set data.test=…, or " if hasattr(data, "test") else ""
-        raise UserError(f"split={split}: there is none in {datasets.description}; {given}use split=valid or split=all")
+        given = " (data.test=… names one)" if hasattr(data, "test") else ""
+        raise UserError(f"split={split}: there is none in {datasets.description}{given}", "split=valid", "split=all")
     return part
 
 

@@ -88,7 +88,7 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
         "recipe": f"is a {exported.recipe}",
     }
     for key in sorted(typed & of_the_model.keys()):
-        raise UserError(f"{key} has no effect: run={exported.given} {of_the_model[key]}; leave it out")
+        raise UserError(f"{key} has no effect: run={exported.given} {of_the_model[key]}", "", mistake=key)
     other_data = any(key.partition(".")[0] == "data" for key in typed)
     if exported.run:
         recorded = _of_run(exported, other_data, with_data, split)

@@ -39,7 +39,7 @@ class UserError(RunError):
         remedies: what to type, each a line of a shell: overrides that take the place of those with the same keys; an
             empty one leaves the mistake out. Each works by itself. What is not known whole, such as a path, is no
             remedy, but part of the problem.
-        mistake: the arguments, as typed, that every remedy takes the place of as well.
+        mistake: arguments, or their keys alone, that every remedy takes the place of as well.
         shared: see ``RunError.shared``.
     """
 

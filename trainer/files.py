@@ -160,7 +160,7 @@ def check_output_dir(output_dir: str) -> None:
         raise UserError(f"output_dir={output_dir:.60} cannot be written ({error.strerror}); choose another") from None
     if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
         why = "permission denied" if path.is_dir() else "it is a file"
-        raise UserError(f"output_dir={output_dir} cannot be written ({path}: {why}); choose another with output_dir=…")
+        raise UserError(f"output_dir={output_dir} cannot be written ({path}: {why}); choose another")
 
 
 @contextmanager

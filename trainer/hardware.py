@@ -155,18 +155,20 @@ def detect(device: str) -> Hardware:
     try:
         chosen = torch.device(device)
     except RuntimeError:
-        raise UserError(f"device={device} is not a device; use auto, cpu, cuda, cuda:1, xpu or mps") from None
+        raise UserError(f"device={device} is not a device (cpu, cuda, cuda:1, xpu, mps)", "device=auto") from None
     if chosen.type not in [kind.type for kind in DEVICE_KINDS]:
-        raise UserError(f"device={device} is not supported; use auto, cpu, cuda, xpu or mps")
+        raise UserError(f"device={device} is not supported (cpu, cuda, xpu, mps)", "device=auto")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     kind = kind_of(chosen)
     if kind is not CPU:
         if best_type() != chosen.type:
-            raise UserError(f"device={device}: torch finds no {kind.words[3:]} here; use device=cpu or device=auto")
+            raise UserError(f"device={device}: torch finds no {kind.words[3:]} here", "device=cpu", "device=auto")
         if chosen.index is None:
             chosen = torch.device(chosen.type, torch.accelerator.current_device_index())
         if chosen.index >= (count := torch.accelerator.device_count()):
-            raise UserError(f"device={device}: this machine has {count} GPU(s), counted from {chosen.type}:0")
+            raise UserError(
+                f"device={device}: this machine has {count} GPU(s), counted from {chosen.type}:0", "device=auto"
+            )
     if kind.own_memory:
         properties = torch.get_device_module(chosen).get_device_properties(chosen)
         capability = (properties.major, properties.minor) if kind.nvidia else None

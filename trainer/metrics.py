@@ -90,9 +90,10 @@ class Metrics:
         predictions = output.predictions
         if self and predictions is None:
             known, name = ", ".join(self._sums(output)), self._recipe.name
-            own = "return them and the targets as the third and fourth parts of LossOutput"
-            remedy = f"leave metrics={[*self._named]} out" if self._named else own
-            raise UserError(f"recipe={name} returns no predictions, so it has only {known}; {remedy}")
+            lacks = f"recipe={name} returns no predictions, so it has only {known}"
+            if self._named:
+                raise UserError(f"metrics=[{','.join(self._named)}]: {lacks}", "", mistake="metrics")
+            raise UserError(f"{lacks}; return them and the targets as the third and fourth parts of LossOutput")
         if isinstance(predictions, torch.Tensor) and predictions.dtype in (torch.bfloat16, torch.float16):
             predictions = predictions.float()
         for name, kind in self._named.items():

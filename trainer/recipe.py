@@ -350,7 +350,7 @@ class UserRecipe(Recipe):
                 "trainer.train(Recipe.of(model, loss, train_dataset, valid_dataset)), also to resume or evaluate a run"
             )
         if context.data.kind != DataSource.kind:
-            raise UserError(f"data={context.data.kind} has no effect: Recipe.of has its own data; leave it out")
+            raise UserError(f"data={context.data.kind} has no effect: Recipe.of has its own data", "", mistake="data")
         return self, []
 
     def sizes(self, hardware: Hardware) -> Sizes:

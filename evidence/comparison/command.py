@@ -54,7 +54,9 @@ class CompareOptions(Overriding):
             check_keys(arms[-1][1], type(self))
         if len(arms) < 2:
             raise UserError(
-                'a comparison needs two arms or more, as in arms=fp32,bf16 or arms=fp32 arm.compiled="compile=default"'
+                'a comparison needs two arms or more, of precisions or as in arm.compiled="compile=default"',
+                "arms=fp32,bf16",
+                mistake=" ".join(f"arm.{label}" for label, _ in arms),
             )
         return common, arms
 
@@ -108,9 +110,9 @@ def seeds_of(text: str) -> list[int]:
     try:
         seeds = [int(item) for item in listed(text)] if "," in text or text.startswith("[") else list(range(int(text)))
     except ValueError:
-        raise UserError(f"seeds={text} is neither a number nor a list; write seeds=5 or seeds=3,4,5") from None
+        raise UserError(f"seeds={text} is neither a number nor a list; write a list as 3,4,5", "seeds=5") from None
     if len(set(seeds)) < max(2, len(seeds)) or min(seeds) < 0 or max(seeds) >= SEED_SHIFT:
-        raise UserError(f"seeds={text} must be two or more different numbers from 0 to {SEED_SHIFT - 1}; use seeds=5")
+        raise UserError(f"seeds={text} must be two or more different numbers from 0 to {SEED_SHIFT - 1}", "seeds=5")
     return seeds
 
 
@@ -120,6 +122,7 @@ def margin_of(text: str) -> float:
     if margin is None or not 0 < margin < 1:
         raise UserError(
             f"margin={text} must be a number above 0 and below 100 %: the difference in validation loss that is too "
-            "small to matter, such as margin=0.3%"
+            "small to matter",
+            "margin=0.3%",
         )
     return margin

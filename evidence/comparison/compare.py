@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from evidence.runs import Arm, Runner, merge_overrides, redacted_arguments
 from mantissa.errors import UsageError
 from mantissa.verdict.judge import Row, incomparable, judge
 from mantissa.verdict.runs import Look, Run, Runs
-from trainer.config.command_line import quoted
+from trainer.config.command_line import quoted, remedied
 from trainer.config.compose import check_single, compose
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
@@ -170,11 +171,11 @@ def check_arms(plan: ComparisonPlan) -> dict[str, Config]:
             if resolved.steps <= config.log_every:
                 raise UserError(
                     f"steps={resolved.steps} leaves no steps to measure the speed: the steps up to log_every="
-                    f"{config.log_every} are warm-up and not counted; use steps={4 * config.log_every}, "
-                    "or a smaller log_every"
+                    f"{config.log_every} are warm-up and not counted",
+                    f"steps={4 * config.log_every}",
                 )
         except UserError as error:
-            raise UserError(f"arm {arm.label}: {error}") from None
+            raise _of_arm(error, arm) from None
         configs[arm.label] = config
 
     # An arm that changes nothing.
@@ -182,10 +183,22 @@ def check_arms(plan: ComparisonPlan) -> dict[str, Config]:
     for arm in plan.arms:
         if arm.label != plan.baseline and not arm.seed_shift and _comparable(configs[arm.label]) == base:
             raise UserError(
-                f"arm {arm.label} is the same as the baseline {plan.baseline}; change it, or name the baseline twice, "
-                "such as arms=fp32,fp32, to see the noise"
+                f"arm {arm.label} is the same as the baseline {plan.baseline}; change it, or name a precision twice to "
+                "see the noise, as in arms=fp32,fp32",
             )
     return configs
+
+
+def _of_arm(error: UserError, arm: Arm) -> UserError:
+    """Return what train.py would refuse in an arm, with the remedies as they are typed for this command."""
+    typed = []
+    for remedy in error.remedies:
+        whole = remedied(arm.overrides, remedy, error.mistake)
+        if not {*arm.overrides} - {*whole}:  # of what all arms set
+            typed.append(remedy)
+        elif arm.overrides != (f"precision={arm.label}",):  # else its name would no longer be true
+            typed.append(shlex.quote(f"arm.{arm.label}={shlex.join(whole)}"))
+    return UserError(f"arm {arm.label}: {error.problem}", *typed, mistake=error.mistake)
 
 
 def _comparable(config: Config) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class DoctorOptions(Overriding):
             near = nearest(unknown[0], CHECKS)
             raise UserError(f"check={unknown[0]} is not a check{near} (all, {', '.join(CHECKS)})")
         if self.check == [ISLANDS]:
-            raise UserError("check=islands cures what another check finds; set check=formats,islands, or check=all")
+            raise UserError("check=islands cures what another check finds", "check=formats,islands", "check=all")
 
 
 def main(arguments: list[str]) -> int:

@@ -33,7 +33,7 @@ def of_overrides(overrides: Sequence[str], step: int) -> tuple[TakenStep, Config
     trainer = Trainer.from_config(config)
     wanted = max(1, step)
     if wanted > trainer.plan.steps:
-        raise UserError(f"step={wanted}: the run ends at step {trainer.plan.steps}; set steps={wanted}, or step=1")
+        raise UserError(f"step={wanted}: the run ends at step {trainer.plan.steps}", f"step={trainer.plan.steps}")
     return _take(config, trainer, wanted), config
 
 
@@ -57,12 +57,12 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> tuple[TakenStep,
     failed_at = int(failure.get("step", 0))
     if failed_at and step > failed_at:
         raise UserError(
-            f"step={step}: {folder.path} stopped at step {failed_at}; set step={failed_at}, or leave it out"
+            f"step={step}: {folder.path} stopped at step {failed_at}", f"step={failed_at}", "", mistake=f"step={step}"
         )
     last = max([int(summary.get("step", 0)), *store.steps(folder.checkpoints)])
     wanted = step or failed_at or last + 1
     if wanted > trainer.plan.steps + 1:
-        raise UserError(f"step={wanted}: {folder.path} ends earlier; set step={trainer.plan.steps}")
+        raise UserError(f"step={wanted}: {folder.path} ends earlier", f"step={trainer.plan.steps}")
     taken = _take(config, trainer, wanted, folder, failure)
     finished = not step and not failed_at and summary.get("status") == "FINISHED"
     return replace(taken, notes=taken.notes + _differences(summary), finished=finished), config

@@ -136,9 +136,9 @@ def parse_memory_budget(text: str, hardware: Hardware) -> int:
         return there
     amount = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT]i?B)", text, re.IGNORECASE)
     if not amount or not float(amount[1]):
-        raise UserError(f"memory_budget={text} is not a size; write memory_budget=8GiB or memory_budget=device")
+        raise UserError(f"memory_budget={text} is not a size, such as 8GiB", "memory_budget=device")
     wanted = int(float(amount[1]) * _UNITS[amount[2].upper()])
     if wanted > there:
         held = f"{hardware.name} {'has' if hardware.is_gpu else 'has free now'}, {size(there)}"
-        raise UserError(f"memory_budget={text} is more than {held}; use memory_budget=device")
+        raise UserError(f"memory_budget={text} is more than {held}", "memory_budget=device")
     return wanted

@@ -48,11 +48,11 @@ class RangeOptions(Overriding):
     def __post_init__(self) -> None:
         if not 0 < self.min < self.max < math.inf:
             raise UserError(
-                f"min={self.min:g} and max={self.max:g} must be learning rates above 0, min the lower one, such as "
-                f"min={RangeOptions.min:g} max={RangeOptions.max:g}"
+                f"min={self.min:g} and max={self.max:g} must be learning rates above 0, min the lower one",
+                f"min={RangeOptions.min:g} max={RangeOptions.max:g}",
             )
         if self.steps <= 2 * FIRST:
-            raise UserError(f"steps={self.steps} are too few for a curve; use more than {2 * FIRST}, such as steps=100")
+            raise UserError(f"steps={self.steps} must be more than {2 * FIRST} for a curve", "steps=100")
 
 
 def main(arguments: list[str]) -> int:

@@ -73,7 +73,7 @@ def parse_space(arguments: Sequence[str]) -> tuple[Space, list[str]]:
     for other in others:
         key = key_of(other)
         if key in space:
-            raise UserError(f"{key} is searched and set ({other}); remove one of them")
+            raise UserError(f"{other} sets what is searched ({PREFIX}{key})", "", mistake=other)
     return space, others
 
 

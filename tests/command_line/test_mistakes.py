@@ -34,7 +34,7 @@ TRAIN = r"""
 - | recipe.sise=mini | did you mean 'recipe.size'? | recipe.size=mini
 - | recipe=gpt2 recipe.n_layer=2 | recipe.n_layer is not a key of the config; recipe has size,
 - | recipe=resnet50 | there is no recipe/resnet50 … an architecture is recipe=resnet recipe.arch=…
-- | device=tpu | device=tpu is not a device; use auto, cpu, cuda | device=auto
+- | device=tpu | device=tpu is not a device (cpu, cuda | device=auto
 - | metrics=[f1_marco] | metrics=[f1_marco] is not one of accuracy, | metrics=[f1_macro]
 - | +typo=1 | typo is not a key of the config … --cfg job
 - | early_stopping=3 | set one of its options: early_stopping.patience, early_stopping.min_
@@ -91,7 +91,7 @@ recipe=bignet | optimizer.groups={0:2.0} | - | 'optimizer.groups={0: {lr: 0.1}}'
 precision=fp16 | scaler=none | scaler=none with precision=fp16 | scaler=auto | scaler=none scaler.force=true
 recipe=bignet precision=bf16 | scaler=dynamic | - | scaler=auto | scaler=dynamic scaler.force=true
 recipe=bignet | precision=bf16_pure 'precision.fp32_modules=["*"]' | - | precision=fp32
-precision=mxfp8 | recipe=resnet | - | recipe=gpt2
+recipe=resnet | precision=mxfp8 | - | precision=bf16
 recipe=bignet | epochs=2 steps=10 | - | steps=10 | epochs=2
 recipe=bignet steps=10 | schedule.warmup_steps=20 | - | schedule.warmup_steps=auto
 recipe=bignet | checkpoint.best=los | - | checkpoint.best=valid/loss
@@ -115,7 +115,7 @@ recipe=gpt2 data=text data.path=notes.txt | init_from=empty | init_from=empty ca
 - | resume=exported | exported is not the folder of a run
 BIGNET | output_dir=gs://bucket/runs | is no folder on this machine
 BIGNET | output_dir=LONG | File name too long
-BIGNET | output_dir=notes.txt/runs | notes.txt: it is a file … output_dir=
+BIGNET | output_dir=notes.txt/runs | notes.txt: it is a file
 BIGNET | output_dir=/proc/runs | output_dir=/proc/runs
 """
 """For train.py."""

@@ -22,7 +22,7 @@ EVALUATE GPT2 | recipe=llama | recipe has no effect: run=outputs/gpt2 is a gpt2;
 EVALUATE GPT2 | optimizer.lr=1 | has no effect on a model that is trained | -
 EVALUATE GPT2 | preciison=bf16 | preciison is not an option | precision=bf16
 EVALUATE GPT2 | data=digits | recipe=gpt2 cannot read data=digits | -
-EVALUATE GPT2 | split=test | ; set data.test=…, or use | split=valid | split=all
+EVALUATE GPT2 | split=test | (data.test=… names one) | split=valid | split=all
 EVALUATE GPT2 | micro_batch_size=4,8 | has several values; only those of precision= | micro_batch_size=4
 EVALUATE GPT2 | precision=fp32,bf16 | 8 samples cannot fill the 20 batches of an interval
 EVALUATE GPT2 data=text data.path=other.txt | data.tokenizer=chars | data.tokenizer has no effect | -

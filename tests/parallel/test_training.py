@@ -9,9 +9,9 @@ from tests.parallel.test_gradients import MODES, Ranks
 from tests.parallel.training import RULES
 
 REFUSED_BY_FSDP = {
-    "adafactor": "use parallel=ddp, or another optimizer",
-    "bf16_sr": "use precision=bf16_master, or parallel=ddp",
-    "fp16_pure": "use optimizer=adamw optimizer.name=AdamW, or precision=fp16_master",  # no fused SGD
+    "adafactor": "set parallel=ddp or optimizer=adamw",
+    "bf16_sr": "set precision=bf16_master or parallel=ddp",
+    "fp16_pure": "set optimizer=adamw optimizer.name=AdamW or precision=fp16_master",  # no fused SGD
 }
 LOSES_UPDATES = ("bf16_sr", "bf16_pure", "fp16_pure")
 """Modes in which a gradient that is rounded once more moves a weight by a whole number more or less."""

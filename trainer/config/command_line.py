@@ -129,8 +129,8 @@ def read(arguments: Sequence[str]) -> CommandLine:
 def remedied(arguments: Sequence[str], remedy: str, mistake: str) -> list[str]:
     """Return a command line with a remedy of a ``UserError`` in the place of the mistake and of the same keys."""
     typed = shlex.split(remedy)
-    keys, wrong = set(map(key_of, typed)), shlex.split(mistake)
-    return [*(each for each in arguments if each not in wrong and key_of(each) not in keys), *typed]
+    keys = set(map(key_of, [*typed, *shlex.split(mistake)]))
+    return [*(each for each in arguments if key_of(each) not in keys), *typed]
 
 
 def _without_dashes(argument: str, following: str) -> str:

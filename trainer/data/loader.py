@@ -94,12 +94,12 @@ class Batching:
         sizes = [size for size in range(1, self.batch_size + 1) if self.batch_size % (size * self.ranks) == 0]
         near = sorted(sizes, key=lambda size: abs(size - self.micro_batch_size))[:2]
         below = self.batch_size // at_once * at_once
-        batches = " or ".join(str(size) for size in (below, below + at_once) if size)
-        remedies = [f"micro_batch_size={' or '.join(map(str, sorted(near)))}"] if near else []
+        batches = [size for size in (below, below + at_once) if size]
         processes = f" × {self.ranks} processes" if self.ranks > 1 else ""
         raise UserError(
-            f"batch_size={self.batch_size} is not a multiple of micro_batch_size={self.micro_batch_size}{processes}; "
-            f"use {', or '.join([*remedies, f'batch_size={batches}'])}"
+            f"batch_size={self.batch_size} is not a multiple of micro_batch_size={self.micro_batch_size}{processes}",
+            *(f"micro_batch_size={size}" for size in sorted(near)),
+            *(f"batch_size={size}" for size in batches),
         )
 
     @property

@@ -136,7 +136,8 @@ def layer_factors(model: nn.Module, blocks: list[nn.Module], decay: float) -> di
     """
     if not blocks:
         raise UserError(
-            "optimizer.layer_decay: this recipe's model has no repeated blocks to count; use optimizer.groups"
+            "optimizer.layer_decay: this recipe's model has no repeated blocks to count (optimizer.groups names them)",
+            "optimizer.layer_decay=null",
         )
     numbers = {id(block): number for number, block in enumerate(blocks, 1)}
     starts = {f"{name}.": numbers[id(module)] for name, module in model.named_modules() if id(module) in numbers}

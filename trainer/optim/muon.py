@@ -97,7 +97,8 @@ class Muon(torch.optim.Optimizer):
         if not matrices:
             lack = "the blocks of this recipe's model have none" if blocks else "this recipe names no repeated blocks"
             raise UserError(
-                f"optimizer.name=Muon trains the matrices in the blocks of a model, but {lack}; use optimizer=adamw"
+                f"optimizer.name=Muon trains the matrices in the blocks of a model, but {lack}",
+                "optimizer=adamw optimizer.name=AdamW",
             )
         return {
             name: {"muon": name in matrices, "transposed": matrices.get(name, False)}

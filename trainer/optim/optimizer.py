@@ -42,6 +42,8 @@ class Traits:
     """Whether the fused form leaves it to others how momentum begins, see ``_start_momentum``."""
 
 
+ADAMW = "optimizer=adamw optimizer.name=AdamW"
+"""Overrides for the default, whichever of the two keys another optimizer is from."""
 TRAITS = {
     "Adam": Traits(fused_shards=True),
     "AdamW": Traits(bf16_state=AdamWBf16, fused_shards=True),
@@ -93,20 +95,27 @@ class Optimizer:
         check_choice("optimizer.state", self.state, ("auto", BF16.name))
         if self.state != "auto" and self.traits.bf16_state is None:
             raise UserError(
-                f"optimizer.state={self.state} is for AdamW, not for {self.name}; remove it, or use optimizer=adamw"
+                f"optimizer.state={self.state} is for AdamW, not for {self.name}", "optimizer.state=auto", ADAMW
             )
         accepted = accepted_options(optimizer_class(self.name))
         for option in self.options:
             if option in ("lr", "weight_decay", "fused"):
-                raise UserError(f"optimizer.options.{option} has its own key: set optimizer.{option}=…")
+                raise UserError(
+                    f"optimizer.options.{option} has its own key",
+                    f"optimizer.{option}={self.options[option]}",
+                    mistake=f"optimizer.options.{option}",
+                )
             if option not in accepted:
                 raise UserError(
-                    f"optimizer.options.{option}: {self.name} has no such argument{nearest(option, accepted)}; "
-                    f"leave it out, or, where the YAML sets it, remove it with ~optimizer.options.{option}"
+                    f"optimizer.options.{option}: {self.name} has no such argument{nearest(option, accepted)}",
+                    "",
+                    f"~optimizer.options.{option}",  # of a YAML
+                    mistake=f"optimizer.options.{option}",
                 )
             if self.state != "auto" and option not in ("betas", "eps"):
                 raise UserError(
-                    f"optimizer.options.{option} has no effect with optimizer.state={self.state}; remove one of them"
+                    f"optimizer.options.{option} has no effect with optimizer.state={self.state}",
+                    "optimizer.state=auto",
                 )
 
     @property
@@ -124,12 +133,15 @@ class Optimizer:
         if self.traits.whole_matrices and parallel == "fsdp":
             raise UserError(
                 f"optimizer.name={self.name} needs the norms of whole matrices, which torch's does not compute for "
-                "shards; use parallel=ddp, or another optimizer"
+                "shards",
+                "parallel=ddp",
+                ADAMW,
             )
         if self.state != "auto" and format.only_half:
             raise UserError(
                 f"optimizer.state={self.state} is for fp32 weights or masters, but precision={format.name} has 16-bit "
-                "state already; remove it, or use another precision"
+                "state already",
+                "optimizer.state=auto",
             )
 
     def build(
@@ -164,11 +176,15 @@ class Optimizer:
             raise UserError(f"torch.optim.{self.name} refuses optimizer.options={self.options}: {error}") from error
         scales = traits.takes_scale and getattr(optimizer, "_step_supports_amp_scaling", False)
         if not scales and any(parameter.dtype == torch.float16 for parameter in parameters):
-            helps = traits.takes_scale and self._takes_fused(cls, parameters, device)
+            remedies = ["precision=fp16_master"]
+            if traits.takes_scale and self._takes_fused(cls, parameters, device):
+                remedies.insert(0, "optimizer.fused=true")
+            elif Optimizer()._takes_fused(torch.optim.AdamW, parameters, device):
+                remedies.insert(0, ADAMW if self.fused else f"{ADAMW} optimizer.fused=true")
             raise UserError(
                 f"precision=fp16_pure: {self.name} gets fp16 gradients without the loss scale, of which those below "
-                f"6e-8 are 0; use {'optimizer.fused=true' if helps else 'optimizer=adamw optimizer.name=AdamW'}, or "
-                "precision=fp16_master"
+                "6e-8 are 0",
+                *remedies,
             )
         if traits.fused_momentum and "fused" in keywords:
             _start_momentum(optimizer)
@@ -184,7 +200,10 @@ class Optimizer:
         if "weight_decay" not in accepted_options(cls):
             decays = [group.pop("weight_decay") for group in groups]
             if any(decays):
-                raise UserError(f"optimizer.weight_decay: torch.optim.{self.name} has no weight decay; set it to 0")
+                in_groups = any("weight_decay" in settings for settings in (self.groups or {}).values())
+                key = "optimizer.groups" if in_groups else "optimizer.weight_decay"
+                remedies = [] if in_groups else ["optimizer.weight_decay=0"]
+                raise UserError(f"{key}: torch.optim.{self.name} has no weight decay", *remedies)
         return groups
 
     def _takes_fused(
@@ -222,7 +241,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
             f"optimizer.name={name} is not in torch.optim{nearest(name, names)} ({', '.join(names)}, or package.Class)"
         )
     if cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
-        raise UserError(f"optimizer.name={name} needs a closure or sparse gradients; use optimizer.name=AdamW")
+        raise UserError(f"optimizer.name={name} needs a closure or sparse gradients", ADAMW)
     return cls
 
 

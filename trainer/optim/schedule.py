@@ -78,8 +78,9 @@ class OneCycle(Schedule):
     def __post_init__(self) -> None:
         if self.warmup_steps != "auto":
             raise UserError(
-                f"schedule.warmup_steps={self.warmup_steps} has no effect with schedule=onecycle; set schedule.rise, "
-                f"the fraction of the steps in which the learning rate rises, as in schedule.rise={self.rise:g}"
+                f"schedule.warmup_steps={self.warmup_steps} has no effect with schedule=onecycle: schedule.rise is the "
+                "fraction of the steps in which the learning rate rises",
+                "schedule.warmup_steps=auto",
             )
         check_range("schedule.rise", self.rise, "(0, 1)")
 

@@ -53,7 +53,7 @@ class ClipNorm(Clip):
 
     def __post_init__(self) -> None:
         if not self.max_norm > 0:  # so that NaN is refused, too
-            raise UserError(f"clip.max_norm={self.max_norm} must be above 0; use clip=none to leave gradients alone")
+            raise UserError(f"clip.max_norm={self.max_norm} must be above 0", "clip=none", mistake="clip.max_norm")
 
     def apply(self, gradients: list[Tensor], norm: Tensor) -> None:
         torch._foreach_mul_(gradients, self._coefficient(norm))
@@ -76,7 +76,7 @@ class ClipValue(Clip):
 
     def __post_init__(self) -> None:
         if not self.max_value > 0:
-            raise UserError(f"clip.max_value={self.max_value} must be above 0; use clip=none to leave gradients alone")
+            raise UserError(f"clip.max_value={self.max_value} must be above 0", "clip=none", mistake="clip.max_value")
 
     def apply(self, gradients: list[Tensor], norm: Tensor) -> None:
         torch._foreach_clamp_min_(gradients, -self.max_value)

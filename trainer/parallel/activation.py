@@ -44,8 +44,8 @@ class ActivationCheckpointing:
             return
         if not blocks:
             raise UserError(
-                f"activation_checkpointing={self.mode}: this recipe's model has no repeated blocks to recompute; "
-                "use activation_checkpointing=none"
+                f"activation_checkpointing={self.mode}: this recipe's model has no repeated blocks to recompute",
+                "activation_checkpointing=none",
             )
         for block in blocks:
             if self.mode == "selective":

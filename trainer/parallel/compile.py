@@ -42,7 +42,7 @@ class Compile:
         if self.mode == "off":
             return
         if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-            raise UserError(f"compile={self.mode} on a CPU needs a C++ compiler (apt install g++); or use compile=off")
+            raise UserError(f"compile={self.mode} on a CPU needs a C++ compiler (apt install g++)", "compile=off")
         from mantissa.step.compile import compile_in_place
 
         # Without CUDA graphs: a replay reuses their memory, which with gradient accumulation still holds the gradients

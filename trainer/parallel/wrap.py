@@ -48,8 +48,7 @@ class Parallel:
         check_launch()
         if (processes := launched_processes()) > 1:
             raise UserError(
-                f"torchrun started {processes} processes, and parallel=single uses one; "
-                f"set parallel=ddp or parallel=fsdp, or, {UNSET}"
+                f"torchrun started {processes} processes, and parallel=single uses one ({UNSET})", "parallel=ddp"
             )
         return World()
 
@@ -198,14 +197,16 @@ class SeveralProcesses(Parallel):
         joined = [kind.type for kind in DEVICE_KINDS if kind.collectives]
         if device_type not in joined:
             raise UserError(
-                f"device={device} with parallel={self.kind}: each process has its own device; use "
-                f"{', '.join(dict.fromkeys(joined))} or auto"
+                f"device={device} with parallel={self.kind}: each process has its own device",
+                *["device=auto"] * (best_type() in joined),
+                "device=cpu",
             )
         if not launched_processes():
             why = f"{started} without telling each of the others; " if (started := tasks_alone()) else ""
             raise UserError(
-                f"this parallel mode needs several processes: {why}start them with "
-                "torchrun --nproc-per-node=2 scripts/train.py …, or use parallel=single"
+                f"parallel={self.kind} needs several processes: {why}start them with "
+                "torchrun --nproc-per-node=2 scripts/train.py …",
+                "parallel=single",
             )
         if device_type != "cpu":  # before joining: NCCL would fail on a GPU that is not there
             number, processes = launched_local_rank()
@@ -269,13 +270,15 @@ class FSDP(SeveralProcesses):
     def check(self, precision: Precision) -> None:
         if precision.format.half_weights and precision.fp32_modules:
             raise UserError(
-                f"precision.fp32_modules with precision={precision.mode}: parallel=fsdp gathers weights of one dtype; "
-                "remove it, or use parallel=ddp"
+                f"precision.fp32_modules with precision={precision.mode}: parallel=fsdp gathers weights of one dtype",
+                "'precision.fp32_modules=[]'",
+                "parallel=ddp",
             )
         if precision.format.rounding == STOCHASTIC:
             raise UserError(
-                f"precision={precision.mode} rounds whole weights, but parallel=fsdp shards them; "
-                "use precision=bf16_master, or parallel=ddp"
+                f"precision={precision.mode} rounds whole weights, but parallel=fsdp shards them",
+                "precision=bf16_master",
+                "parallel=ddp",
             )
 
     def compiled(self, model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:

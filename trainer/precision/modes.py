@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -67,11 +68,12 @@ class Precision:
     def __post_init__(self) -> None:
         check_choice("precision", self.mode, FORMATS)
         check_choice("precision.kernels", self.kernels, kernels.KERNELS)
-        for key in ("fp32_modules", "fp32_ops", "kernels"):
+        for key, default in (("fp32_modules", "[]"), ("fp32_ops", "null"), ("kernels", kernels.AUTO)):
             if self.half is None and getattr(self, key) not in (None, [], kernels.AUTO):
                 raise UserError(
-                    f"precision.{key} has no effect with precision={self.mode}, which has no 16-bit dtype; "
-                    "remove it, or use precision=bf16 or precision=fp16"
+                    f"precision.{key} has no effect with precision={self.mode}, which has no 16-bit dtype",
+                    shlex.quote(f"precision.{key}={default}"),
+                    "precision=bf16",
                 )
         self.fp32_ops = self.fp32_ops or None
         if self.format.number is FP8:
@@ -79,7 +81,7 @@ class Precision:
             check_choice("precision.fp8_scaling", self.fp8_scaling, SCALINGS)
         elif self.fp8_scaling is not None:
             raise UserError(
-                f"precision.fp8_scaling has no effect with precision={self.mode}; remove it, or use precision=fp8"
+                f"precision.fp8_scaling has no effect with precision={self.mode}", "", mistake="precision.fp8_scaling"
             )
 
     def check_operators(self) -> None:
@@ -93,9 +95,12 @@ class Precision:
                 near = nearest(name, filter(_is_operator, (each for holder in _HOLDERS for each in dir(holder))))
                 raise UserError(f"precision.fp32_ops: torch has no operator {name!r} that returns a new tensor{near}")
             if self.format.number.scaled and name in _PRODUCTS:
+                others = [each for each in self.fp32_ops or () if each not in _PRODUCTS]
                 raise UserError(
-                    f"precision.fp32_ops: {name} would not reach the linear layers in {self.mode}; "
-                    "remove it, and name layers in precision.fp32_modules"
+                    f"precision.fp32_ops: {name} would not reach the linear layers in {self.mode} "
+                    "(precision.fp32_modules names layers)",
+                    f"precision.fp32_ops=[{','.join(others)}]" if others else "",
+                    mistake="precision.fp32_ops",
                 )
 
     def check(self, hardware: Hardware) -> None:
@@ -109,13 +114,15 @@ class Precision:
             capability = ".".join(map(str, number.capability or ()))
             raise UserError(
                 f"precision={self.mode} is not available on {hardware.name} ({hardware.kind.name}); {self.mode} "
-                f"needs an NVIDIA GPU of compute capability {capability} or later. "
-                "Use precision=fp32 or precision=bf16"
+                f"needs an NVIDIA GPU of compute capability {capability} or later",
+                "precision=fp32",
+                "precision=bf16",
             )
         if number.scaled and scaled.ARITHMETIC[number].by_torchao and not _has_torchao():
             raise UserError(
-                f"precision={self.mode} needs torchao 0.18 or later, which is not installed; "
-                'pip install "torchao>=0.18" (the extra torchao), or precision=bf16'
+                f"precision={self.mode} needs torchao 0.18 or later, which is not installed "
+                '(pip install "torchao>=0.18", the extra torchao)',
+                "precision=bf16",
             )
         for variable, values in SILENT.get(number, {}).items():
             if os.environ.get(variable, "").upper() in values:
@@ -218,9 +225,13 @@ class Precision:
                 continue
             for name, parameter in module.named_parameters(recurse=False):
                 if id(parameter) in shared:
+                    both = ",".join([*self.fp32_modules, module_name])
                     raise UserError(
                         f"precision.fp32_modules: {', '.join(kept)} shares a weight with {module_name}.{name}, which "
-                        f"precision={self.mode} makes 16-bit; add {module_name.rpartition('.')[2]} too, or remove both"
+                        f"precision={self.mode} makes 16-bit",
+                        *[shlex.quote(f"precision.fp32_modules=[{both}]")] * bool(module_name),
+                        "",
+                        mistake="precision.fp32_modules",
                     )
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(dtype)
@@ -232,7 +243,10 @@ class Precision:
                     module._buffers[name] = buffer.to(dtype)
         if kept and all(parameter.dtype != dtype for parameter in model.parameters()):
             raise UserError(
-                f"precision.fp32_modules leaves nothing in 16 bits of {self.mode}; use precision=fp32 without it"
+                f"precision.fp32_modules leaves nothing in 16 bits of {self.mode}",
+                "precision=fp32",
+                "",
+                mistake="precision.fp32_modules",
             )
         cast_inputs(model, dtype)
         return kept

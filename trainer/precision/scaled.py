@@ -10,6 +10,7 @@ same, and its speed and memory are not.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -51,17 +52,19 @@ def convert(model: nn.Module, blocks: list[nn.Module], islands: list[str], numbe
     odd = {name: size for name, layer in layers.items() for size in layer.weight.shape if size % multiple}
     if odd:
         # Layers of all blocks, whose numbers stand between dots, have one pattern.
-        patterns = ",".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in odd))
+        patterns = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in odd)
         name, size = next(iter(odd.items()))
-        some = f"keep what does not divide in fp32 with precision.fp32_modules=[{patterns}], or "
+        others = shlex.quote(f"precision.fp32_modules=[{','.join([*islands, *patterns])}]")
         raise UserError(
-            f"precision={number.name}: a side of {name}.weight is {size}, which must be a multiple of "
-            f"{multiple}; {some * (len(odd) < len(layers))}use another width, or precision=bf16"
+            f"precision={number.name}: a side of {name}.weight is {size}, which must be a multiple of {multiple}",
+            *[others] * (len(odd) < len(layers)),
+            "precision=bf16",
         )
     if not layers:
         raise UserError(
             f"precision={number.name}: no linear layer in the model's blocks is left for it (convolutions stay in "
-            "bf16, precision.fp32_modules in fp32); use another recipe, such as recipe=gpt2, or precision=bf16"
+            "bf16, precision.fp32_modules in fp32)",
+            "precision=bf16",
         )
 
 

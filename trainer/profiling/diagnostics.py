@@ -79,7 +79,9 @@ class Numerics(Diagnostics):
         if not is_elementwise(optimizer.name):
             raise UserError(
                 f"diagnostics=numerics cannot measure optimizer.name={optimizer.name}, whose update of one element "
-                "depends on other elements; use diagnostics=none, or an optimizer such as AdamW"
+                "depends on other elements",
+                "diagnostics=none",
+                "optimizer=adamw optimizer.name=AdamW",
             )
 
     def start(

@@ -80,7 +80,7 @@ def test_a_models_own_parameters_are_judged_by_role_also_through_masters(mode: s
 def test_what_the_class_refuses_is_reported() -> None:
     with pytest.raises(UserError, match=r"torch.optim.AdamW refuses optimizer.options="):
         Optimizer("AdamW", options={"betas": [1.5, 0.9]}).build(net(), CPU)
-    with pytest.raises(UserError, match=r"optimizer.name=Muon .* names no repeated blocks; use optimizer=a"):
+    with pytest.raises(UserError, match=r"optimizer.name=Muon .* names no repeated blocks; set optimizer=a"):
         Optimizer("Muon").build(net(), CPU)
 
 
@@ -168,7 +168,7 @@ def test_what_computes_in_fp16_is_refused_for_small_gradients_would_be_lost(name
     optimizer, half = Optimizer(name, lr=2.0**10, fused=fused, options={}), net().to(torch.float16)
     fused_helps = not fused and fused_is_sound(optimizer_class(name), torch.float16, "cpu")
     remedy = r"optimizer\.fused=true" if fused_helps else "optimizer=adamw optimizer.name=AdamW"
-    with pytest.raises(UserError, match=f"use {remedy}, or precision=fp16_master"):
+    with pytest.raises(UserError, match=f"set {remedy} or precision=fp16_master"):
         optimizer.build(half, CPU)
     optimizer.build(net().to(torch.bfloat16), CPU)  # which has the exponents of fp32
     masters = MasterWeights(half)
@@ -184,6 +184,6 @@ def test_muon_is_refused_in_fp16_also_where_its_step_takes_the_loss_scale(monkey
     """As on a GPU, where it rounds the unscaled gradients of matrices to fp16 again."""
     monkeypatch.setattr(Muon, "_step_supports_amp_scaling", True)
     model = net()
-    with pytest.raises(UserError, match="use optimizer=adamw"):
+    with pytest.raises(UserError, match="set optimizer=adamw"):
         Optimizer("Muon").build(model.to(torch.float16), CPU, [model])
     Optimizer("Muon").build(model.to(torch.bfloat16), CPU, [model])

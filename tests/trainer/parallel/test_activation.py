@@ -180,5 +180,5 @@ def test_the_blocks_of_torchvisions_families(arch: str) -> None:
 def test_what_has_no_blocks_is_refused() -> None:
     assert Recipe().blocks(nn.Linear(1, 1)) == []
     ActivationCheckpointing("none").apply([])
-    with pytest.raises(UserError, match="use activation_checkpointing=none"):
+    with pytest.raises(UserError, match="set activation_checkpointing=none"):
         ActivationCheckpointing("selective").apply([])
