@@ -219,7 +219,7 @@ advise TINY | debug=overfit | - | -
 advise TINY | precision=fp32,bf16 | has several values; advise.py chooses | precision=fp32 | -
 search TINY | - | there is nothing to search | SPACE
 search TINY | space.output_dir=choice(a,b) | output_dir is not an option of the training | SPACE
-search TINY SPACE | optimizer.lr=0.1 | optimizer.lr is searched and set | -
+search TINY SPACE | optimizer.lr=0.1 | optimizer.lr=0.1 sets what is searched | -
 search TINY SPACE | precision=fp32,bf16 | search them | space.precision=choice(fp32,bf16)
 search TINY SPACE | pruner=mean | - | pruner=median
 search TINY SPACE | trials=0 | - | trials=1
@@ -230,7 +230,7 @@ lr_range TINY | steps=5 | - | steps=100
 lr_range TINY | schedule=cosine | has no effect: the test sets it itself | -
 lr_range TINY | parallel=ddp | parallel=ddp has no effect: each run has one process | -
 memory TINY precision=fp32,bf16 | -m | - | -
-max_batch TINY | memory_budget=8 | memory_budget=8 is not a size; write memory_budget=8GiB
+max_batch TINY | memory_budget=8 | memory_budget=8 is not a size, such as 8GiB | memory_budget=device
 max_batch TINY | memory_budget=9999GiB | has free now | memory_budget=device
 max_batch TINY | micro_batch_size=8 | has no effect: it is what this command finds | -
 max_batch TINY | precision=fp32,bf16 | - | precision=fp32 | -

@@ -131,7 +131,9 @@ def _forward(plain: Callable[[Tensor], Tensor], product: Product, number: Number
     with torch.autocast(x.device.type, enabled=False):
         rows = x.to(number.dtype).reshape(-1, x.shape[-1])
         count, multiple = len(rows), ARITHMETIC[number].multiple
-        if torch.is_grad_enabled() and count % multiple:  # backward sums over rows, to which zeros add nothing
-            rows = F.pad(rows, (0, 0, 0, -count % multiple))
-        y = product(rows, weight)[:count].reshape(*x.shape[:-1], -1)
+        # Backward sums over rows, to which zeros add nothing; of no rows there is no largest number.
+        more = -count % multiple * torch.is_grad_enabled() if count else multiple
+        if more:
+            rows = F.pad(rows, (0, 0, 0, more))
+        y = product(rows, weight)[:count].reshape(*x.shape[:-1], len(weight))
         return y if layer.bias is None else y + layer.bias.to(y.dtype)

@@ -90,6 +90,18 @@ def test_any_number_of_rows_trains_as_with_rows_of_zeros(mode: str) -> None:
         assert all(map(torch.equal, one, other))
 
 
+@pytest.mark.parametrize("mode", SCALED)
+def test_no_rows_give_an_empty_result_and_no_gradient(mode: str) -> None:
+    """Such as an expert's that gets no token."""
+    layer = nn.Linear(32, 64)
+    y, *gradients = trained(mode, layer, torch.randn(2, 0, 32), 0)
+    assert y.shape == (0, 64)
+    assert not any(map(torch.count_nonzero, gradients))
+    assert [gradient.shape for gradient in gradients] == [(64, 32), (64,)]
+    with torch.no_grad():
+        assert layer(torch.randn(0, 32)).shape == (0, 64)
+
+
 def test_outside_of_autocast_and_in_a_copy_a_layer_multiplies_by_its_own_weight() -> None:
     first = convert(nn.Sequential(nn.Linear(32, 32)))
     x, second = torch.randn(32, 32), copy.deepcopy(first)
