@@ -17,6 +17,7 @@ from torch import nn
 from trainer.config import compose as overrides
 from trainer.config.command_line import as_typed
 from trainer.config.schema import Config
+from trainer.data.loader import end_if_repeated
 from trainer.errors import UserError
 from trainer.recipe import Recipe, UserRecipe
 from trainer.run.fit import release_memory
@@ -82,6 +83,7 @@ def train(*given: Config | Recipe | str, **options: Any) -> Trained:
         RunError: the run ended early: not finite, out of memory, or a full disk.
         Interrupted: see above.
     """
+    end_if_repeated()
     config = compose(*given, **options)
     try:
         return _train(config)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from mantissa.step.ledger import MemoryLedger
 from mantissa.tensors import random_state, set_random_state
@@ -183,6 +184,28 @@ class Trainer:
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
+
+    def check_batch_norm(self) -> None:
+        """Refuse microbatches of one sample where batch norm would normalise one value. Every rank has to call it.
+
+        Raises:
+            UserError: its statistics need a second sample.
+        """
+        batching = self.plan.batching
+        if batching.micro_batch_size > 1 or not any(isinstance(each, _BatchNorm) for each in self.model.modules()):
+            return
+        try:
+            self.observe()
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            of_rank = batching.batch_size // batching.ranks
+            divides = next((size for size in range(2, of_rank + 1) if of_rank % size == 0), None)
+            raise UserError(
+                "micro_batch_size=1: batch norm has no second value in a microbatch to normalise with",
+                f"micro_batch_size={divides}" if divides else f"micro_batch_size=2 batch_size={2 * batching.ranks}",
+                shared=True,
+            ) from None
 
     def check_sum(self) -> None:
         """Refuse a recipe whose loss is a mean, which training would divide once more. Every rank has to call it.

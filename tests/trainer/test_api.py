@@ -8,6 +8,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
-from tests.helpers import copied, same_bits
+from tests.helpers import PROJECT, copied, same_bits
 from trainer import Interrupted, LossOutput, Recipe, UserError, compare, compose, evaluate, generate, train
 from trainer.config.registration import flatten
 from trainer.data.loader import DataOrder
@@ -59,6 +61,40 @@ def own(loss: Callable[..., Any] = mean, data: Any = None, model: Any = None, **
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4])
+def test_batch_norm_is_told_before_a_run_which_microbatch_it_can_have(batch_size: int) -> None:
+    normed = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    options: Any = {"tracking": "local", "steps": 1, "batch_size": batch_size, "micro_batch_size": 1}
+    with pytest.raises(UserError, match="micro_batch_size=1: batch norm") as refused:
+        train(own(model=normed), **options)
+    assert not Path("outputs").exists()
+    (remedy,) = refused.value.remedies
+    train(
+        own(model=normed), **options | {key: int(size) for key, _, size in (w.partition("=") for w in remedy.split())}
+    )
+
+
+PROGRAM = """
+import torch
+from trainer import Recipe, UserError, train
+
+model, data = torch.nn.Linear(2, 1), torch.randn(8, 2)
+recipe = Recipe.of(model, lambda model, batch: model(batch).square().mean(), data, data)
+try:
+    train(recipe, steps=1, batch_size=4, tracking="local", **{"loader.workers": 1})
+except UserError as error:
+    print("refused:", error.remedies)
+"""
+
+
+def test_a_program_that_each_loading_process_would_repeat_is_told_so(tmp_path: Path) -> None:
+    Path("program.py").write_text(PROGRAM)
+    environment = os.environ | {"PYTHONPATH": str(PROJECT)}
+    ended = subprocess.run([sys.executable, "program.py"], capture_output=True, text=True, env=environment)
+    assert ended.stdout.splitlines()[-1:] == ["refused: ('loader.workers=0',)"], ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def settings() -> dict[str, Any]:

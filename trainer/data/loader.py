@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # a loading process imports this module, and needs no recipe
     from trainer.recipe import Context, Decision
 
 T = TypeVar("T")
+_REPEATED = 78
+"""The exit code of a loading process in which the program began to train again."""
 STEPS_AHEAD = 2
 """Steps whose batches are prepared while one is taken, where a thread does that."""
 
@@ -175,10 +177,29 @@ class _FromWorkers(DataLoader[Batch]):
             # A process that is killed may also leave half a message behind, which is noticed first.
             if not wait([worker.sentinel for worker in iterator._workers], timeout=1):
                 raise  # a dataset's
-            raise RunError(
-                "a loading process was ended from outside, as the system does where memory is short; set "
-                f"loader.workers={self.num_workers // 2} ({first_line(error)})"
-            ) from None
+            codes = {worker.exitcode for worker in iterator._workers} - {None}
+            raise _ended(codes, self.num_workers, error) from None
+
+
+def _ended(codes: set[int], workers: int, error: Exception) -> RunError:
+    """Return why loading goes on no more: ``workers`` processes, of which some ended with these exit codes."""
+    if _REPEATED in codes:
+        return UserError(
+            "each loading process imports this program, which trains there, too, where it does not do so below "
+            'if __name__ == "__main__"',
+            "loader.workers=0",
+        )
+    if -signal.SIGKILL in codes:
+        killed = "a loading process was killed, as the system does where memory is short"
+        return RunError(f"{killed}; set loader.workers={workers // 2}")
+    named = sorted(f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}" for code in codes)
+    return RunError(f"a loading process ended with {', '.join(named) or 'no exit code'} ({first_line(error)})")
+
+
+def end_if_repeated() -> None:
+    """End a loading process that imports the program which started it, where that begins to train again."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # what multiprocessing itself asks
+        os._exit(_REPEATED)
 
 
 @dataclass

@@ -119,8 +119,19 @@ def test_a_loading_process_that_the_system_ends_is_one_sentence() -> None:
     for process in multiprocessing.active_children():
         assert process.pid
         os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(RunError, match=r"loader\.workers=1"):
+    with pytest.raises(RunError, match=r"where memory is short; set loader\.workers=1"):
         list(steps)
+
+
+class Ends(Echo):
+    def batch(self, samples: Sequence[SampleId]) -> Batch:
+        os._exit(3)
+
+
+def test_memory_is_not_named_where_a_loading_process_ends_by_itself() -> None:
+    with pytest.raises(RunError, match="a loading process ended with exit code 3") as ended:
+        list(Loader(1).steps(Ends(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 1, CPU))
+    assert "memory" not in str(ended.value)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
