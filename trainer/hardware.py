@@ -237,8 +237,7 @@ def keep_freed_memory(size: int) -> None:
     It would return large blocks to the system, so that new tensors begin with page faults: up to a quarter of a step on
     a CPU. Nothing changes where a variable of the environment tunes the allocator or loads another.
     """
-    others = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
-    if not _allocator or any(name.startswith(others) for name in os.environ):
+    if not _may_tune():
         return
     _allocator.mallopt(_MMAP_MAX, 0)
     _allocator.mallopt(_TRIM_THRESHOLD, -1)
@@ -253,10 +252,16 @@ def keep_freed_memory(size: int) -> None:
 
 def release_kept_memory() -> None:
     """Return to the system what ``keep_freed_memory`` keeps, and from now on large blocks that are freed."""
-    if _allocator:
+    if _may_tune():
         _allocator.mallopt(_MMAP_MAX, 65536)  # glibc's own, as the next
         _allocator.mallopt(_TRIM_THRESHOLD, 128 * 1024)
         _allocator.malloc_trim(ctypes.c_size_t(0))
+
+
+def _may_tune() -> bool:
+    """Return whether the allocator is glibc's, and no variable of the environment tunes it or loads another."""
+    others = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
+    return _allocator is not None and not any(name.startswith(others) for name in os.environ)
 
 
 def seed_everything(seed: int) -> None:

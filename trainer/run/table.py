@@ -69,7 +69,7 @@ class Table:
         if heading != self._heading:
             self._terminal.note(heading if self._heading else f"\n{heading}", "dim")
             self._heading = heading
-        line = "".join(f"{cells[name]:>{width}}" for name, width in widths.items())
+        line = "".join(f"{f' {cells[name]}':>{width}}" for name, width in widths.items())  # no two ever touch
         self._terminal.note(Text(line).append("  ★", "green") if best else line.rstrip())
         self._shown = time.perf_counter()
 
