@@ -74,12 +74,19 @@ def test_the_time_of_the_first_step_says_nothing_about_the_others() -> None:
 def test_columns_are_aligned_for_numbers_of_any_size(value: float, unit: str) -> None:
     table, out = begun(unit=unit, recovers=True)
     rate = {f"{unit}_per_s": abs(value) if math.isfinite(value) else 1.0, "step_time_s": 1.0}
-    table.progress(20, LINE | {"loss": value, "grad_norm": value, "lr": 1e-3} | rate)
+    table.progress(20, LINE | {"loss": value, "grad_norm": value, "loss_scale": value} | rate)
     table.row(25, dict.fromkeys(SCORES, value))
     _, heading, row = lines(out)
     ends = [found.end() for found in re.finditer(r"\S+", heading)]
     assert [found.end() for found in re.finditer(r"\S+( %)?", row)] == ends
     assert len(row) <= 100
+
+
+def test_no_two_cells_touch() -> None:
+    table, out = begun(mfu=False, recovers=True)
+    table.progress(20, LINE | {"loss_scale": 2.0**20, "step_time_s": 2000.0, "skipped_steps": 123456789.0})
+    table.row(25, SCORES)
+    assert lines(out)[-1].split()[-3:] == ["152:46:40", "1.05e+06", "123456789"]
 
 
 def test_a_scaled_run_has_its_scale_and_a_narrow_terminal_what_tells_most() -> None:
