@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from evidence.memory.fits import fitting, is_set
 from evidence.runs import merge_overrides
-from mantissa.formats import BASIC, FP32
+from mantissa.formats import BASIC, BF16, FP32
 from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
 from trainer.config.settle import plan_of
@@ -130,7 +130,7 @@ def _refusal(overrides: list[str], hardware: Hardware) -> str:
 
 
 def _precisions(space: Space, config: Config, hardware: Hardware, model: nn.Module) -> list[str]:
-    """Return the modes that the hardware computes in instructions of its own."""
+    """Return the modes that the hardware computes in instructions of its own, the most likely first."""
     modes = []
     for mode in BASIC:
         if mode == config.precision.mode or hardware.support(mode) == UNAVAILABLE:
@@ -139,7 +139,7 @@ def _precisions(space: Space, config: Config, hardware: Hardware, model: nn.Modu
             space.left_out[mode] = why
         else:
             modes.append(mode)
-    return modes
+    return sorted(modes, key=lambda mode: mode != BF16.name)
 
 
 def _micro_batches(space: Space, config: Config, hardware: Hardware, model: nn.Module) -> list[int]:

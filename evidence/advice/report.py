@@ -48,6 +48,11 @@ class Advice:
         """Whether some settings compile and some do not, so that whole runs are another matter than steps."""
         return any(entry.compile_s for entry in self.search.entries.values())
 
+    @property
+    def alone(self) -> bool:
+        """Whether nothing was started beside the reference, so that nothing is known of other settings."""
+        return len(self.search.entries) == 1
+
     def training(self) -> str:
         """Return the command that trains with the winner."""
         return shlex.join(["python", "scripts/train.py", *overrides_of(self.overrides, self.winner.candidate)])
@@ -78,6 +83,9 @@ class Advice:
         search, winner, base = self.search, self.winner, self.search.reference
         some = NO_TIME in search.space.left_out.values()
         run = f"in a run of {counted(search.steps, 'step')}"
+        if self.alone and some:
+            first = next(label for label, why in search.space.left_out.items() if why == NO_TIME)
+            return f"{base.label} alone was measured: the time budget was too short to try {first}"
 
         # Nothing is faster, among what was measured.
         if winner is base:
@@ -135,7 +143,7 @@ class Advice:
         timed = [entry for entry in search.entries.values() if entry.times]
         for entry in sorted(timed, key=lambda one: (one is not self.winner, -search.speed(one))):
             interval, whole = search.interval(entry, whole=False), search.interval(entry)
-            setting = f"{entry.label} (advised)" if entry is self.winner else entry.label
+            setting = f"{entry.label} (advised)" if entry is self.winner and not self.alone else entry.label
             speed = times(interval) if interval else f"about {search.speed(entry, whole=False):.3g}x"
             of_run = [f"{whole.mean if whole else search.speed(entry):.3g}x"] if self.mixed else []
             step = f"{1e3 * entry.measured.step_s:.4g}"

@@ -15,6 +15,7 @@ from trainer.config.compose import compose
 from trainer.config.settle import plan_of
 from trainer.errors import UserError
 from trainer.hardware import Hardware, detect
+from trainer.run.fit import REMEDY
 from trainer.run.forecast import forecast, required_bytes
 
 MARGIN = 0.05
@@ -53,8 +54,8 @@ def largest_micro_batch(overrides: Sequence[str], memory_bytes: int) -> LargestB
 
     Every trial is a fresh process, in which an allocation beyond it fails (see ``trial.fits``). A step has two
     microbatches where ``batch_size`` has more than one: the second runs with the gradients of the first in memory. The
-    search starts at the forecast, goes up or down in steps that double until it has a size that fits and one that does
-    not, and then bisects.
+    whole batch of the run comes first. From there the search goes to the forecast, then up or down in steps that double
+    until it has a size that fits and one that does not, and then bisects. A Ctrl-C prints what is known by then.
 
     Args:
         overrides: as for scripts/train.py, without ``micro_batch_size``. Never tried: more samples than the data has.
@@ -74,45 +75,54 @@ def largest_micro_batch(overrides: Sequence[str], memory_bytes: int) -> LargestB
         samples_of_step = 2 * size if size < batch_size else size
         return merge_overrides(overrides, [f"micro_batch_size={size}", f"batch_size={samples_of_step}"])
 
-    guess = _first_guess(sized, limit_bytes)
+    fitting, too_large = 0, 0  # the largest that is known to fit, the smallest that is known not to
 
     def fits(multiples: int) -> bool:
+        nonlocal fitting, too_large
         size = multiple * multiples
         fitted = trial.fits(sized(size), limit_bytes)
-        beyond = f", beyond batch_size={batch_size}" if size > batch_size else ""
+        fitting, too_large = (size, too_large) if fitted else (fitting, size)
+        of_run = ", the whole batch of the run" if size == batch_size else ""
+        beyond = f", beyond batch_size={batch_size}" if size > batch_size else of_run
         print(f"micro_batch_size={size} {'fits' if fitted else 'does not fit'}{beyond}", flush=True)
         return fitted
 
-    largest = multiple * search(fits, max(1, guess // multiple), min(_LARGEST, samples) // multiple)
-    if not largest:
-        raise UserError(
-            f"not even micro_batch_size={multiple} fits into {size(limit_bytes)}; use a larger memory_budget, "
-            "activation_checkpointing=blocks, checkpoint.background=false or a smaller model"
-        )
-    return LargestBatch(largest, batch_size, multiple)
+    most = min(_LARGEST, samples) // multiple
+    try:
+        guess = _first_guess(sized, limit_bytes)
+        search(fits, min(max(1, batch_size // multiple), most), max(1, guess // multiple), most)
+    except KeyboardInterrupt:
+        if fitting:
+            known = LargestBatch(fitting, batch_size, multiple)
+            print(f"\nknown so far: micro_batch_size={fitting} fits; paste:\n{known.overrides}", flush=True)
+        elif too_large:
+            print(f"\nknown so far: micro_batch_size={too_large} does not fit", flush=True)
+        raise
+    if not fitting:
+        raise UserError(f"not even micro_batch_size={multiple} fits into {size(limit_bytes)}; {REMEDY}")
+    return LargestBatch(fitting, batch_size, multiple)
 
 
-def search(fits: Callable[[int], bool], guess: int, most: int) -> int:
+def search(fits: Callable[[int], bool], first: int, guess: int, most: int) -> int:
     """Return the largest number from 1 on that ``fits``, to within 1/32 above 32; 0 if none does.
 
     Args:
         fits: true up to some number, false above; called once for each.
-        guess: where the search starts.
+        first: what is tried first, at most ``most``.
+        guess: where the search starts then.
         most: the largest number to try.
     """
-    low, high = 0, most + 1
-    size = min(guess, most)
+    low, high = (first, most + 1) if fits(first) else (0, first)
+    size = min(max(guess, low + 1), high - 1)
     stride = max(1, size // 8)
-    while low < most and high > 1:
+    while high - low > (1 if high > most else max(1, low // _EXACT_BELOW)):
         low, high = (size, high) if fits(size) else (low, size)
         if high > most:
             size = min(most, low + stride)
         elif not low:
             size = max(1, high - stride)
-        elif high - low > max(1, low // _EXACT_BELOW):
-            size = (low + high) // 2
         else:
-            break
+            size = (low + high) // 2
         stride *= 2
     return low
 

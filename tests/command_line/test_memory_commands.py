@@ -54,8 +54,8 @@ def test_max_batch_prints_what_to_paste(capsys: pytest.CaptureFixture[str], monk
     many = "data.samples=4096"  # larger microbatches than the data has are not tried
     assert run(max_batch, None, [*JOB, many, "batch_size=3072", "memory_budget=100MiB"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    said = {line.split(" ", 1)[1] for line in lines[:-4]}
-    assert said == {"fits", "does not fit", "does not fit, beyond batch_size=3072"}
+    assert lines[0] == "micro_batch_size=3072 does not fit, the whole batch of the run"
+    assert {line.split(" ", 1)[1] for line in lines[1:-4]} == {"fits", "does not fit"}
     size = re.match(r"largest micro_batch_size in 100MiB, 5% of it left free: (\d+)$", lines[-3])
     assert size
     assert 968 <= int(size[1]) <= 1000

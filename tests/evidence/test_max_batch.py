@@ -24,23 +24,25 @@ def counted(largest: int) -> tuple[list[int], Callable[[int], bool]]:
 @pytest.mark.parametrize("most", [1, 2, 33, 455, 2**20])
 @pytest.mark.parametrize("largest", [0, 1, 2, 31, 32, 33, 100, 5000, 2**20])
 @pytest.mark.parametrize("guess", [1, 5, 40, 4000, 2**20])
+@pytest.mark.parametrize("first", [1, 32, 455])
 def test_search_finds_the_last_that_fits_and_never_tries_more_than_there_are(
-    largest: int, guess: int, most: int
+    largest: int, first: int, guess: int, most: int
 ) -> None:
     tried, fits = counted(largest)
-    found = search(fits, guess, most)
+    found = search(fits, min(first, most), guess, most)
     there = min(largest, most)
     assert found <= there
     assert there - found <= there // 32
     assert found == 0 or found in tried
+    assert tried[0] == min(first, most)
     assert max(tried) <= most
     assert len(tried) == len(set(tried)) <= 30
 
 
 def test_a_good_guess_takes_few_trials() -> None:
     tried, fits = counted(30)
-    assert search(fits, 32, 2**20) == 30
-    assert len(tried) <= 5
+    assert search(fits, 16, 32, 2**20) == 30
+    assert len(tried) <= 6
 
 
 def test_the_answer_keeps_the_batch() -> None:
@@ -59,9 +61,11 @@ MIXED = ["recipe=resnet", "device=cpu", "data=digits", "augment=none", "augment.
     ("job", "guess", "most", "found", "tried"),
     [
         # A step of more microbatches than one accumulates in the trials, too.
-        ([*BIGNET, "batch_size=8"], 7, 9, "micro_batch_size=8 batch_size=8", [(7, 14), (9, 9)]),
+        ([*BIGNET, "batch_size=8"], 7, 9, "micro_batch_size=8 batch_size=8", [(8, 8), (9, 9)]),
         # No trial has more samples than the data.
         ([*BIGNET, "batch_size=64", "data.samples=455"], 9999, 455, "micro_batch_size=64 batch_size=64", [(455, 455)]),
+        # The run's own batch comes first.
+        ([*BIGNET, "batch_size=8"], 99, 5, "micro_batch_size=4 batch_size=8", [(8, 8), (5, 10)]),
         # Images that are mixed in pairs are tried in even numbers.
         ([*MIXED, "batch_size=64"], 7, 13, "micro_batch_size=8 batch_size=64", [(12, 24)]),
     ],
@@ -92,7 +96,32 @@ def test_trials_are_steps_as_training_takes_them(
     multiple = 2 if job[0] == "recipe=resnet" else 1
     assert (largest.micro_batch_size, largest.overrides) == (most - most % multiple, found)
     assert set(tried) <= set(seen)
+    assert seen[0] == (largest.batch_size, largest.batch_size)
     assert not [micro for micro, _ in seen if micro % multiple or micro > 455]
+
+
+@pytest.mark.parametrize(
+    ("fitting", "said"),
+    [
+        (True, "known so far: micro_batch_size=8 fits; paste:\nmicro_batch_size=8 batch_size=8"),
+        (False, "=8 does not fit"),
+    ],
+)
+def test_an_interrupted_search_tells_what_it_knows(
+    fitting: bool, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([fitting])
+
+    def fits(overrides: list[str], limit_bytes: int) -> bool:
+        if (answer := next(answers, None)) is None:
+            raise KeyboardInterrupt
+        return answer
+
+    monkeypatch.setattr(trial, "fits", fits)
+    monkeypatch.setattr(max_batch, "_first_guess", lambda sized, limit: 4)
+    with pytest.raises(KeyboardInterrupt):
+        largest_micro_batch([*BIGNET, "batch_size=8"], 100 * 2**20)
+    assert capsys.readouterr().out.rstrip().endswith(said)
 
 
 def test_a_memory_budget_is_an_amount_of_memory() -> None:

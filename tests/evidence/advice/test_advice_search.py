@@ -220,6 +220,13 @@ def test_the_time_budget_is_kept_and_what_was_not_started_is_listed() -> None:
     assert "fp16" not in machine.started
 
 
+def test_a_budget_for_the_default_alone_is_no_advice() -> None:
+    advice = advise(Machine().search(time_budget_s=40.0))
+    assert [*advice.search.entries] == ["the default"]
+    assert advice.sentence() == "the default alone was measured: the time budget was too short to try bf16"
+    assert "advised" not in advice.report().text()
+
+
 @pytest.mark.parametrize(
     ("machine", "pairs"),
     [

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from evidence.advice import candidates, checkup, command, timing
 from evidence.advice.candidates import Candidate, Space, in_words
@@ -60,6 +62,13 @@ def test_formats_in_fp32_arithmetic_are_left_out_with_the_reason() -> None:
     why = "bf16 matmuls, convolutions, attention: fp32 arithmetic, this CPU has no bf16 instructions"
     space = space_of(SMALL, replace(HERE, cpu_flags=frozenset()))
     assert space.left_out["bf16"] == why
+
+
+def test_bf16_is_tried_first() -> None:
+    gpu = Hardware(torch.device("cuda"), "a GPU", 2**33, 2, (9, 0))
+    tried = candidates._precisions(Space(), compose(SMALL), gpu, nn.Linear(2, 2))
+    assert tried[0] == "bf16"
+    assert len(tried) > 2
 
 
 def test_what_the_user_or_the_environment_sets_is_not_varied(monkeypatch: pytest.MonkeyPatch) -> None:
