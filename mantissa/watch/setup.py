@@ -345,8 +345,11 @@ def flags_differ(kind: str, model: nn.Module, format: Format | None) -> list[str
 
 def _fp32_arithmetic(first: FirstStep, format: Format | None) -> Aspect:
     kind = first.device.type
-    flags = ", ".join(f"{name} {value}" for name, value in fp32_flags(kind).items())
-    return Aspect({"fp32 products": flags or "not known"}, flags_differ(kind, first.model, format))
+    flags = fp32_flags(kind)
+    changed = ", ".join(f"{name} {value}" for name, value in flags.items() if value not in ("none", "ieee"))
+    return Aspect(
+        {"fp32 products": changed or ("ieee" if flags else "not known")}, flags_differ(kind, first.model, format)
+    )
 
 
 def _attention(first: FirstStep, format: Format | None) -> Aspect:

@@ -372,6 +372,21 @@ def test_a_terminal_is_told_what_is_loaded(folder: Path) -> None:
     assert ended.returncode == 2
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full is Linux's")
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        ([str(PROJECT / "scripts/train.py"), "precision=bf61"], 2),
+        (["-c", 'from trainer.config.options import run; raise SystemExit(run("operator:truth", ""))'], 0),
+    ],
+    ids=["train.py", "another"],
+)
+def test_an_error_stream_on_a_full_disk_ends_no_program(program: list[str], code: int) -> None:
+    with open("/dev/full", "w") as full:
+        environment = os.environ | {"PYTHONPATH": str(PROJECT)}
+        assert subprocess.run([sys.executable, *program], stderr=full, env=environment).returncode == code
+
+
 @pytest.mark.parametrize(("asked", "warned"), [("bf16", True), ("no", False)])
 def test_a_precision_of_accelerate_launch_is_said_to_have_no_effect(
     asked: str, warned: bool, succeed: Train, monkeypatch: pytest.MonkeyPatch

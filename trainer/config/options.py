@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ValidationError
 
 from mantissa.errors import UsageError
-from trainer.config.text import listed, make_printable, unquoted, values_of
+from trainer.config.text import listed, make_printable, say, unquoted, values_of
 from trainer.errors import RunError, UserError, nearest, redacted
 from trainer.parallel.world import UNSET, check_launch, launched_processes
 
@@ -62,14 +62,14 @@ def run(
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if isinstance(main, str) and "torch" not in sys.modules:
-            print("loading torch and the recipes …", file=sys.stderr, flush=True)
+            say("loading torch and the recipes …")
         function = pkgutil.resolve_name(main) if isinstance(main, str) else main
         return function(given)
     except (RunError, UsageError) as error:
-        print(redacted(f"error: {error}"), file=sys.stderr)
+        say(redacted(f"error: {error}"))
         return getattr(error, "exit_code", 2)
     except KeyboardInterrupt:
-        print("\ninterrupted" + "; run the same command again to continue" * continues, file=sys.stderr)
+        say("\ninterrupted" + "; run the same command again to continue" * continues)
         return 130
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from io import TextIOWrapper
 
@@ -11,6 +12,16 @@ def make_printable() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # in a test or a notebook it may be another
             stream.reconfigure(errors="replace", line_buffering=True)
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Print to the error stream at once; where it takes nothing, such as on a full disk, the program goes on."""
+    try:
+        print(text, end=end, file=sys.stderr, flush=True)
+    except OSError:  # from now on it goes nowhere, also what is kept in the stream
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 2)
+        os.close(null)
 
 
 def listed(text: str) -> list[str]:

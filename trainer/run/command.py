@@ -19,6 +19,7 @@ from trainer.config import help
 from trainer.config.command_line import read, remedied
 from trainer.config.compose import accepts
 from trainer.config.explain import explained
+from trainer.config.text import say
 from trainer.errors import Interrupted, RunError, UserError, first_line, redacted
 from trainer.parallel.world import check_launch, launched_processes, tell_torchrun
 from trainer.run import provenance
@@ -140,7 +141,7 @@ def _report(error: Exception | KeyboardInterrupt, of_sweep: str = "") -> int:
     tell_torchrun(redacted(str(error)))
     text = f"{of_sweep}: {first_line(error)}" if of_sweep and isinstance(error, RunError) else str(error)
     if speaks:
-        print(redacted(f"{prefix}{text}"), file=sys.stderr, flush=True)
+        say(redacted(f"{prefix}{text}"))
     return error.exit_code
 
 
@@ -149,5 +150,5 @@ def _report_bug(error: Exception) -> int:
     rank = f"rank {os.environ['RANK']}: " if launched_processes() > 1 else ""
     whole = "".join(traceback.format_exception(error))
     tell_torchrun(whole)
-    print(redacted(f"{whole}{rank}error: {type(error).__name__}: {error}"), file=sys.stderr, flush=True)
+    say(redacted(f"{whole}{rank}error: {type(error).__name__}: {error}"))
     return 1

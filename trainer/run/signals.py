@@ -20,7 +20,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from trainer.config.text import make_printable
+from trainer.config.text import make_printable, say
 from trainer.errors import Interrupted
 
 OUTSIDE = "interrupted before or after training; saved files are unchanged"
@@ -58,13 +58,13 @@ def begin_program() -> None:
     if _speaks() and "quiet=true" not in sys.argv and "torch" not in sys.modules:
         # Of a flag Hydra may print what does not remove it.
         in_place = sys.stderr.isatty() and not any(argument.startswith("-") for argument in sys.argv[1:])
-        print("loading torch and the recipes …", end="" if in_place else "\n", file=sys.stderr, flush=True)
+        say("loading torch and the recipes …", end="" if in_place else "\n")
 
 
 def clear_line() -> None:
     """Remove from a terminal what ``begin_program`` has told."""
     if sys.stderr.isatty():
-        print(end=CLEARED, file=sys.stderr, flush=True)
+        say("", end=CLEARED)
 
 
 def end_program(code: int) -> NoReturn:
@@ -91,7 +91,8 @@ def take_start_time() -> float:
 def _leave(number: int, frame: FrameType | None) -> None:
     """End the process: an exception would be shown as a traceback, or be lost, in the middle of an import."""
     if _speaks():
-        os.write(2, f"{os.isatty(2) * CLEARED}{OUTSIDE}\n".encode())
+        with suppress(OSError):
+            os.write(2, f"{os.isatty(2) * CLEARED}{OUTSIDE}\n".encode())
     os._exit(128 + number)
 
 

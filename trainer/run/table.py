@@ -43,8 +43,13 @@ class Table:
             self._line = self._latest = {name: value for name, value in metrics.items() if name not in untimed}
         self._terminal.bar(step, self._plan.steps, lambda: self._text(step))
         silent_s = time.perf_counter() - self._shown
-        if not (self._terminal.in_place or self._plan.evaluates(step) or silent_s < _SILENT_S * (1 if metrics else 2)):
+        if self._terminal.in_place or self._plan.evaluates(step) or silent_s < _SILENT_S * (1 if metrics else 2):
+            return
+        if self._heading:
             self.row(step)
+        else:  # the first evaluation says which columns there are
+            self._terminal.note(f"  {self._text(step)}")
+            self._shown = time.perf_counter()
 
     def _text(self, step: int) -> str:
         known = self._cells(step, self._latest, {})

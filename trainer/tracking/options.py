@@ -30,8 +30,8 @@ class Tracking:
     copies, on another file system."""
     register: str | None = None
     """Registered model that gets the best weights as a new version; null: none."""
-    epilogue: bool = True
-    """Show what the trained model can do, such as generated text, if the recipe has such a sample."""
+    epilogue: bool = False
+    """Show at the end what the trained model can do, such as generated text, if the recipe has such a sample."""
 
     def __post_init__(self) -> None:
         check_range("tracking.flush_every_s", self.flush_every_s, "(0, inf)")

@@ -205,8 +205,8 @@ def test_a_run_shows_what_its_model_can_do_and_keeps_its_weights_where_that_fail
 ) -> None:
     texts = iter(["what it can do"])
     monkeypatch.setattr(BigNet, "closing_text", lambda *_: next(texts), raising=False)
-    run = [*TINY, "steps=2", "run_name=a"]
-    assert "what it can do" in train(*run).out
+    run = [*TINY, "steps=2", "tracking.epilogue=true"]
+    assert "what it can do" in train(*run, "run_name=a").out
     assert train(*run, "run_name=b", "tracking.epilogue=false").code == 0
     assert train(*run, "run_name=c").code == 1
     assert (folder / "outputs/c/best/model.safetensors").exists()
