@@ -26,6 +26,7 @@ from sqlalchemy.pool import NullPool
 from evidence.search.space import Space
 from trainer.errors import NonFiniteError, OutOfMemory, RunError, UserError
 from trainer.files import locked
+from trainer.tracking.store import sqlite_uri
 
 DATABASE = "optuna.db"
 HEARTBEAT_S, GRACE_S = 10, 60
@@ -39,7 +40,7 @@ _retry = partial(RetryHeartbeatStaleTrialCallback, inherit_intermediate_values=T
 def studies(output_dir: Path) -> RDBStorage:
     """Return the studies of a folder. Their database is made where there is none."""
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-    url = f"sqlite:///{(output_dir / DATABASE).absolute().as_posix()}"
+    url = sqlite_uri((output_dir / DATABASE).absolute())
     return RDBStorage(
         url,
         engine_kwargs={"poolclass": NullPool},  # a pool would never close its connections

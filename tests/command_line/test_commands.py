@@ -138,7 +138,8 @@ def test_the_run_folder_holds_everything(succeed: Train, folder: Path) -> None:
 
 
 def test_the_terminal_shows_what_will_happen_and_what_happened(train: Train) -> None:
-    done = train(*GPT2, *SHORT[1:], "steps=30", "micro_batch_size=2", "precision=fp16", "scaler.init=1e9")
+    done = train(*GPT2, *SHORT[1:], "steps=30", "micro_batch_size=2", "precision=fp16", "scaler.init=1e9",
+                 "tracking.epilogue=true")  # fmt: skip
     before, _, after = done.out.partition("Done in ")
     for words in ("gpt2 nano, 836k parameters", "fp16 autocast", "4 × 16 tokens = 2 microbatches of 2", " skipped\n"):
         assert words in before

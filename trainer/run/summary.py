@@ -102,6 +102,6 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         mfu_text(summary["utilisation"]),
         tensors and f"{size(tensors)} peak ({'tensors' if process else 'GPU'})",
         process and f"{size(process)} peak (process)",
-        counted(skipped, "skipped step") if skipped else "no skipped steps",
+        skipped and counted(skipped, "skipped step"),
     ]
     return [*lines, " · ".join(filter(None, cost))]

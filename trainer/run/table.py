@@ -45,9 +45,9 @@ class Table:
         silent_s = time.perf_counter() - self._shown
         if self._terminal.in_place or self._plan.evaluates(step) or silent_s < _SILENT_S * (1 if metrics else 2):
             return
-        if self._heading:
+        if self._heading and self._line:
             self.row(step)
-        else:  # the first evaluation says which columns there are
+        else:  # nothing new for a row, or no evaluation has said yet which columns there are
             self._terminal.note(f"  {self._text(step)}")
             self._shown = time.perf_counter()
 

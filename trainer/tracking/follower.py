@@ -68,7 +68,7 @@ FIRST_PAUSE_S = 1.0
 """Pause after a failed attempt; it doubles with each further one."""
 LONGEST_PAUSE_S = 30.0
 SET_UP_S = 60.0
-"""Longest duration of the set-up of an SQLite file, here or by another process, which reports no progress."""
+"""Longest duration of the set-up of a new SQLite file, here or by another process, which reports no progress."""
 UPLOAD_BYTES = 1 << 12
 """An upload goes on if this process has read more bytes since the last look at it; the look itself reads some."""
 SYSTEM_METRICS_EVERY_S = 5.0
@@ -173,7 +173,8 @@ class Follower(threading.Thread):
 
     def _follow(self) -> None:
         """Send what is new while the run trains, then the rest."""
-        self._allowance_s = SET_UP_S if database_file(self._uri) else 0.0
+        database = database_file(self._uri)
+        self._allowance_s = SET_UP_S if database and not database.exists() else 0.0
         client = connect(self._uri)
         self._allowance_s = 0.0
         self._check_wanted()

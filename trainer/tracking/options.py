@@ -23,7 +23,7 @@ class Tracking:
     flush_every_s: float = 5.0
     """Seconds between uploads of new metrics."""
     upload_timeout_s: float = 30.0
-    """Seconds that a finished run waits for an upload that makes no progress."""
+    """Seconds that a finished run waits for an upload that makes no progress; 60 more for a new SQLite file."""
     checkpoints: str = "auto"
     """Checkpoints that MLflow gets: ``last`` (the newest and the best, at the end), ``all`` (each as it is saved) or
     ``none``; auto: ``last``, but none with ``checkpoint.keep=0``, or where a store on this machine could only get

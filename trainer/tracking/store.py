@@ -18,6 +18,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from trainer.errors import UserError, redacted
 from trainer.files import flush, locked
@@ -90,7 +91,7 @@ def configured_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
 
 def tracking_uri(uri: str | None = None, key: str = "tracking.uri") -> str:
     """Return the tracking URI to use: see ``configured_uri``, else SQLite's ``mlflow.db`` in the current folder."""
-    return configured_uri(uri, key) or f"sqlite:///{(Path.cwd() / 'mlflow.db').as_posix()}"
+    return configured_uri(uri, key) or sqlite_uri(Path.cwd() / "mlflow.db")
 
 
 def store_uri(uri: str | None, recorded: str | None, key: str = "tracking.uri") -> str:
@@ -101,7 +102,7 @@ def store_uri(uri: str | None, recorded: str | None, key: str = "tracking.uri") 
 def storable_uri(uri: str) -> str:
     """Return a tracking URI to be kept in a file: valid in every folder, without password."""
     if database := database_file(uri):
-        return f"sqlite:///{database.as_posix()}"
+        return sqlite_uri(database)
     return redacted(uri)
 
 
@@ -119,10 +120,15 @@ def usable_uri(stored: str) -> str:
     raise UserError(f"the password of {stored} is not stored; set MLFLOW_TRACKING_URI to the whole address")
 
 
+def sqlite_uri(database: Path) -> str:
+    """Return the tracking URI of an SQLite file, in which SQLAlchemy decodes ``%20``."""
+    return f"sqlite:///{database.as_posix().replace('%', '%25')}"
+
+
 def database_file(uri: str) -> Path | None:
     """Return the file of an SQLite tracking URI; None: another kind of store."""
     scheme, _, name = uri.partition(":///")
-    name = name.partition("?")[0]
+    name = unquote(name.partition("?")[0])  # as SQLAlchemy does
     return Path(name).resolve() if scheme.startswith("sqlite") and name else None
 
 
@@ -187,7 +193,7 @@ def set_up(database: Path) -> None:
         stale.unlink()
     # Never the same name twice, because MLflow keeps its connection to the file.
     partial = database.with_name(f".{database.name}.{uuid.uuid4().hex}.partial")
-    MlflowClient(tracking_uri=f"sqlite:///{partial.as_posix()}").search_experiments(max_results=1)
+    MlflowClient(tracking_uri=sqlite_uri(partial)).search_experiments(max_results=1)
     flush(partial)
     partial.rename(database)
     flush(database.parent)

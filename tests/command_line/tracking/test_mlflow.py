@@ -206,6 +206,24 @@ def test_a_server_that_does_not_answer_neither_slows_nor_fails_a_run(
     assert (summary["status"], summary["loss"]) == ("FINISHED", 1.0)
 
 
+def test_an_sqlite_file_that_does_not_answer_gets_no_longer_than_another_store(
+    folder: Path, store: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, released = threading.Event(), threading.Event()
+
+    def hang(uri: str) -> None:
+        hangs.set()
+        released.wait()
+
+    monkeypatch.setattr(follower, "connect", hang)
+    monkeypatch.setattr(follower, "SET_UP_S", 36_000.0)  # whoever waited for it would not come back
+    opened = open_log(folder / "run", uri=store, upload_timeout_s=0.2)
+    assert hangs.wait(300)
+    opened.close("FINISHED", {})
+    released.set()
+    assert any("no answer within 0.2 s" in message for message in caplog.messages)
+
+
 def test_a_run_with_an_upload_that_hangs_is_not_running(
     folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

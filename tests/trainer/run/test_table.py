@@ -120,7 +120,7 @@ def test_a_file_gets_a_sign_of_life_and_a_terminal_the_bar(monkeypatch: pytest.M
             in_file.row(step, SCORES)
     shown = [line.split()[0] for line in lines(file) if line]
     # More often where the log has a new line; the one heading of the file has the columns of an evaluation.
-    assert shown == ["7/300", "14/300", "20/300", "step", "25", "30", "37"]
+    assert shown == ["7/300", "14/300", "20/300", "step", "25", "30", "37/300"]
     assert "39/300  loss 2.5000  12.3k tok/s  0:39" in terminal.getvalue()
     assert "step" not in terminal.getvalue()
     in_place._terminal.end_progress()

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sqlalchemy.engine import make_url
 
 from tests.helpers import PROJECT
 from tests.tracked import open_log
@@ -197,6 +198,12 @@ def test_the_tracking_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert tracking_uri() == "http://tracker:5000"
     assert tracking_uri("sqlite:///x.db") == "sqlite:///x.db"
     assert database_file("http://tracker:5000") is None
+    assert database_file("sqlite:////a%20b/c.db") == Path("/a b/c.db")  # as MLflow opens it
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    (unusual := tmp_path / "100% a%20b").mkdir()
+    monkeypatch.chdir(unusual)
+    assert database_file(tracking_uri()) == (unusual / "mlflow.db").resolve()
+    assert make_url(tracking_uri()).database == str(unusual / "mlflow.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "here")
     with pytest.raises(UserError, match="MLFLOW_TRACKING_URI=here"):
         tracking_uri()
