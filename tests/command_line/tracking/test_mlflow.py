@@ -218,7 +218,8 @@ def test_an_sqlite_file_that_does_not_answer_gets_no_longer_than_another_store(
     monkeypatch.setattr(follower, "connect", hang)
     monkeypatch.setattr(follower, "SET_UP_S", 36_000.0)  # whoever waited for it would not come back
     opened = open_log(folder / "run", uri=store, upload_timeout_s=0.2)
-    assert hangs.wait(300)
+    opened.append(0, {"loss": 1.0})
+    assert hangs.wait(60)
     opened.close("FINISHED", {})
     released.set()
     assert any("no answer within 0.2 s" in message for message in caplog.messages)
