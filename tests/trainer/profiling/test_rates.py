@@ -83,7 +83,8 @@ def test_the_rate_counts_three_matmuls_of_the_shortest_time(monkeypatch: pytest.
 
 
 def test_the_cache_knows_what_the_rates_depend_on(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    for variable in ("ONEDNN_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE"):
+        monkeypatch.delenv(variable, raising=False)
     found = rates.matmul_rates(CPU, NUMBERS)
     assert found == {"fp32": 0.09, "bf16": 0.0091, "fp16": 0.0009}  # the CPU has no other one
     assert rates.matmul_rates(CPU, ["fp8", "fp16", "tf32"]) == {"fp16": 0.0009}
