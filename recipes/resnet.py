@@ -271,7 +271,7 @@ class Normalise:
 def _image_source(data: DataSource) -> ImageSource:
     if not isinstance(data, ImageSource):
         raise UserError(
-            f"recipe=resnet needs images, and data={data.kind} has none; use data=imagefolder or hub",
+            f"recipe=resnet needs images, as of data=imagefolder or hub, and data={data.kind} has none",
             "data=digits",
             "data=synthetic",
         )
