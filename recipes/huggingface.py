@@ -155,7 +155,7 @@ class SizedRecipe(Recipe):
         GPT-2's are near -35, and a row of small random numbers, whose logit is near 0, would take all the probability.
 
         Args:
-            cls: transformers' class of the model. Layers that the source lacks, such as a head, are random.
+            cls: transformers' class of the model. A head that the source lacks is random.
             vocabulary: rows of the tables.
             options: of the config, such as dropout.
 

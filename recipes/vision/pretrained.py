@@ -138,8 +138,8 @@ def remedies(arch: str, pretrained: str, image_size: int, state: Mapping[str, Te
         with suppress(UserError):
             architectures.check(other)
             if _is_of(resampled(dict(state), other, 224)[0], other, 224):
-                size = "" if architectures.takes(other, image_size, 2) else " recipe.image_size=224"
-                return [f"recipe.arch={other}{size}"]
+                larger = "" if architectures.takes(other, image_size, 2) else " recipe.image_size=224"
+                return [f"recipe.arch={other}{larger}"]
     return []
 
 
