@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from recipes.data.text.pretrained import opening
-from recipes.huggingface import RECIPES, quiet
+from recipes.huggingface import RECIPES, load_whole
 from recipes.language import LanguageModel, LanguageRecipe
 from trainer.checkpoint.reader import fill
 from trainer.config.registration import groups
@@ -72,20 +71,16 @@ class Exported:
             UserError: the folder cannot be opened, or lacks weights of the model that the recipe trains.
         """
         import transformers
-        from transformers.utils.logging import disable_progress_bar
 
-        disable_progress_bar()
         cls: Any = groups()["recipe"][self.recipe]
-        remedy = "give a folder that save_pretrained wrote"
-        # Quiet, as what is missing is reported here.
-        with work("loading the model"), self._opening("cannot be opened by transformers", remedy) as place, quiet():
-            model, info = getattr(transformers, cls.model_class).from_pretrained(
-                **place, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
-            )
-        if missing := sorted(info["missing_keys"]):
+        wanted, key = "give a folder that save_pretrained wrote", f"run={self.given}: {self.folder}"
+        with work("loading the model"), self._opening("cannot be opened by transformers", wanted) as place:
+            kind = getattr(transformers, cls.model_class)
+            model, missing = load_whole(kind, key, place, attn_implementation=attention)
+        if missing:
             raise UserError(
-                f"run={self.given}: {self.folder} has no weights for {missing[0]}, so it is not the model that "
-                f"recipe={self.recipe} trains; give a folder of a {type(model).__name__}"
+                f"{key} has no weights for {missing[0]}, so it is not the model that recipe={self.recipe} trains; "
+                f"give a folder of a {kind.__name__}"
             )
         return model.eval()
 
@@ -96,9 +91,9 @@ class Exported:
         with self._opening("has no valid tokenizer", "copy the model's own into it") as place:
             return AutoTokenizer.from_pretrained(**place)
 
-    def _opening(self, failure: str, remedy: str) -> AbstractContextManager[dict[str, Any]]:
+    def _opening(self, failure: str, wanted: str) -> AbstractContextManager[dict[str, Any]]:
         """Give the arguments of ``from_pretrained``, whose errors become the user's."""
-        return opening(str(self.folder), f"run={self.given}: {self.folder}", failure, remedy)
+        return opening(str(self.folder), f"run={self.given}: {self.folder}", failure, wanted)
 
 
 def open_exported(given: str, path: Path) -> Exported:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -15,23 +17,26 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mantissa.display import counted, dimensions, listed, shortened
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.pretrained import opening
 from recipes.data.text.tokenizers import OWN_BPE, Tokenizer
 from recipes.data.text.tokens import TextDatasets, TextSource
 from recipes.export import save_model, token_tables
 from recipes.lora import LoRA, with_adapters
+from trainer.checkpoint.reader import nonfinite, not_finite
+from trainer.checkpoint.weights import SUFFIXES
 from trainer.data.contract import Dataset
 from trainer.errors import UserError, check_choice, check_number, check_range
 from trainer.files import is_kept, read_json, write_json
 from trainer.hardware import Hardware
 from trainer.recipe import Context, DataSource, Decision, Recipe, Sizes
 
+log = logging.getLogger("mantissa")
 ATTENTION = ("sdpa", "eager")
 """torch's fused kernels; or a matmul, a softmax and a matmul, which keep scores of T × T."""
 RECIPES = ("gpt2", "llama", "bert", "t5")
 """The recipes that open folders of transformers' models; a recipe's name is transformers' own for the type of model."""
-_REMEDY = "give a folder written by save_pretrained, or leave it out to train from random weights"
 
 
 @dataclass
@@ -85,8 +90,8 @@ class SizedRecipe(Recipe):
         for part, array in (("training", tokens.train), ("validation", tokens.valid), ("test", tokens.test)):
             if array is not None and len(array) < context + 1:
                 raise UserError(
-                    f"data={data.kind}: the {part} text has {len(array)} tokens, one sample needs {context + 1}; "
-                    f"use a longer text or recipe.context={max(2, len(array) // 2)}"
+                    f"data={data.kind}: the {part} text has {len(array)} tokens, one sample needs {context + 1}",
+                    f"recipe.context={max(2, len(array) // 2)}",
                 )
         tokenizer, samples, about = self.sampling(tokens.tokenizer)
         known = int(self.pretrained_config().vocab_size) if self.pretrained else tokenizer.vocab_size
@@ -116,21 +121,31 @@ class SizedRecipe(Recipe):
         """
         from transformers import AutoConfig
 
-        path = Path(str(self.pretrained)).expanduser()
+        path, key = Path(str(self.pretrained)).expanduser(), f"init_from={self.pretrained}"
+        if (path / "adapter_config.json").is_file():
+            raise UserError(
+                f"{key} holds adapters of peft; merge them into their model (merge_and_unload), and give the folder "
+                "that save_pretrained writes"
+            )
+        if path.suffix in SUFFIXES and path.is_file() and (path.parent / "config.json").is_file():
+            raise UserError(f"{key} is one file of a model", f"init_from={shlex.quote(str(path.parent))}")
         if path.exists() and not os.path.lexists(path / "config.json"):
             if saved := [*path.glob("*/config.json"), *path.glob("snapshots/*/config.json")]:  # of the hub's cache
                 newest = max(saved, key=lambda file: (len(file.parent.name), file)).parent
-                raise UserError(f"init_from={path} has no config.json of its own; use init_from={newest}")
+                raise UserError(f"{key} has no config.json of its own", f"init_from={shlex.quote(str(newest))}")
             raise UserError(
-                f"init_from={self.pretrained} cannot be opened as a {self.name}: it has no config.json; load it into "
-                f"transformers' {self.model_class} (merge adapters of peft into it), and give the folder that "
-                "save_pretrained writes, with its tokenizer, as docs/finetune.md shows for nanoGPT's ckpt.pt"
+                f"{key} cannot be opened as a {self.name}: it has no config.json; load it into "
+                f"transformers' {self.model_class}, and give the folder that save_pretrained writes, with its "
+                "tokenizer, as docs/finetune.md shows for nanoGPT's ckpt.pt"
             )
         with self._opening() as place:
             config = AutoConfig.from_pretrained(**place)
         if (other := config.model_type) != self.name:
-            use = f"use recipe={other}" if other in RECIPES else f"recipes open {', '.join(RECIPES)}"
-            raise UserError(f"init_from={self.pretrained} is of type {other}, not {self.name}; {use}")
+            known = "" if other in RECIPES else f", and recipes open {', '.join(RECIPES)}"
+            raise UserError(f"{key} is of type {other}, not {self.name}{known}", *[f"recipe={other}"] * (not known))
+        if quantized := getattr(config, "quantization_config", None):
+            method = quantized.get("quant_method", "some method") if isinstance(quantized, dict) else quantized
+            raise UserError(f"{key} has weights that are quantized ({method}); give those in 32 or 16 bits")
         return config
 
     def open_pretrained(self, cls: Any, vocabulary: int, **options: Any) -> Any:
@@ -140,7 +155,7 @@ class SizedRecipe(Recipe):
         GPT-2's are near -35, and a row of small random numbers, whose logit is near 0, would take all the probability.
 
         Args:
-            cls: transformers' class of the model. Layers that the source lacks, such as a head, are random.
+            cls: transformers' class of the model. A head that the source lacks is random.
             vocabulary: rows of the tables.
             options: of the config, such as dropout.
 
@@ -153,12 +168,11 @@ class SizedRecipe(Recipe):
             config._attn_implementation = self.attention
             config.update(options | {"vocab_size": vocabulary, "dtype": torch.float32})
             return cls(config)
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()
+        key = f"init_from={self.pretrained}"
         with self._opening() as place:
-            # Transformers would load the weights in whatever dtype they were saved.
-            model = cls.from_pretrained(**place, dtype=torch.float32, attn_implementation=self.attention, **options)
+            model, head = load_whole(cls, key, place, attn_implementation=self.attention, **options)
+        if head:
+            log.warning("%s: the head is new, %s", key, listed(head, "tensor"))
         known = model.config.vocab_size
         if vocabulary == known:
             return model
@@ -171,7 +185,7 @@ class SizedRecipe(Recipe):
     def _opening(self) -> AbstractContextManager[dict[str, Any]]:
         """Give the arguments of ``from_pretrained``, whose errors become the user's."""
         key, failure = f"init_from={self.pretrained}", f"cannot be opened as a {self.name}"
-        return opening(str(self.pretrained), key, failure, _REMEDY)
+        return opening(str(self.pretrained), key, failure, "give a folder written by save_pretrained")
 
     def config_options(self) -> dict[str, Any]:
         """Return the options of transformers' config that hold of a pretrained model, too, such as dropout."""
@@ -189,7 +203,9 @@ class SizedRecipe(Recipe):
             raise UserError("transformers needs docstrings: leave out python -OO and PYTHONOPTIMIZE=2")
         cls = getattr(transformers, self.model_class)
         if self.attention == "sdpa" and not cls._supports_sdpa:
-            raise UserError(f"the {cls.__name__} of this transformers has no recipe.attention=sdpa; use eager")
+            raise UserError(
+                f"the {cls.__name__} of this transformers has no recipe.attention=sdpa", "recipe.attention=eager"
+            )
         vocabulary = math.ceil(datasets.vocabulary / self.vocabulary_multiple) * self.vocabulary_multiple
         options = self.config_options()
         if self.pretrained:
@@ -212,12 +228,13 @@ class SizedRecipe(Recipe):
         """
         if self.pretrained:
             if self.size != "auto":
-                raise UserError("recipe.size has no effect with init_from, which sets the size; remove one of them")
+                mistake = f"recipe.size={self.size}"
+                raise UserError(f"{mistake} has no effect with init_from, which sets the size", "", mistake=mistake)
             positions = self._positions()
             if positions and isinstance(self.context, int) and self.context > positions:
                 raise UserError(
-                    f"recipe.context={self.context} is longer than the pretrained model's {positions}; "
-                    f"use recipe.context={positions}, or auto"
+                    f"recipe.context={self.context} is longer than the pretrained model's {positions}",
+                    f"recipe.context={positions}",
                 )
             return []
         if self.size == "auto":
@@ -232,9 +249,11 @@ class SizedRecipe(Recipe):
         if isinstance(self._text(data), TokenizedText) and self.pretrained:  # the defaults need not be dropped
             for key, default in (("tokenizer", OWN_BPE), ("vocab_size", TokenizedText.vocab_size)):
                 if (value := getattr(data, key)) not in (default, self.pretrained):
+                    mistake = f"data.{key}={value}"
                     raise UserError(
-                        f"data.{key}={value} has no effect with init_from={self.pretrained}, which has its own "
-                        "tokenizer; leave it out"
+                        f"{mistake} has no effect with init_from={self.pretrained}, which has its own tokenizer",
+                        "",
+                        mistake=mistake,
                     )
         if self.context == "auto":
             tokens = self.with_options(decisions).tokens_per_sample
@@ -306,6 +325,47 @@ class SizedRecipe(Recipe):
             use = "use data=python_docs, text, hub or synthetic"
             raise UserError(f"recipe={self.name} cannot read data={data.kind}; {use}")
         return data
+
+
+def load_whole(cls: Any, key: str, place: Mapping[str, Any], **options: Any) -> tuple[Any, list[str]]:
+    """Return transformers' model in fp32, and the names of the weights of its head that are random, as none are there.
+
+    Args:
+        cls: transformers' class of the model.
+        key: the option that named the weights, for messages.
+        place: see ``opening``.
+        options: of the config.
+
+    Raises:
+        UserError: other weights are missing, are of another shape, or are not finite.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    with quiet():  # what is wrong is said here
+        # Transformers would load the weights in whatever dtype they were saved.
+        model, found = cls.from_pretrained(
+            **place, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    if other := sorted(found["mismatched_keys"]):
+        shapes = [f"{name} is {dimensions(there)}, not {dimensions(here)}" for name, there, here in other]
+        raise UserError(
+            f"{key}: {counted(len(other), 'tensor')} of another shape than config.json describes "
+            f"({shortened(shapes, 2)})"
+        )
+    base, (inputs, outputs) = model.base_model, (model.get_input_embeddings(), model.get_output_embeddings())
+    body, head = (set() if part is None else {id(each) for each in part.parameters()} for part in (base, outputs))
+    embedding = {id(each) for each in inputs.parameters()}
+    owner = {name: id(each) for name, each in model.named_parameters(remove_duplicate=False)}
+    missing = sorted(found["missing_keys"])
+    new = [name for name in missing if owner.get(name) not in (body - head) | embedding]
+    if lost := [name for name in missing if name not in new]:
+        raise UserError(f"{key}: {len(lost)} of {len(model.state_dict())} tensors are missing ({shortened(lost, 3)})")
+    if wrong := nonfinite(model.state_dict()):
+        raise not_finite(wrong, key)
+    if more := sorted(found["unexpected_keys"]):
+        log.warning("%s: left out, as this model has no such part: %s", key, listed(more, "tensor"))
+    return model, new
 
 
 @contextmanager

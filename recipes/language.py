@@ -167,7 +167,9 @@ class LanguageRecipe(SizedRecipe):
         """Choose the size, the context and the form of the loss."""
         resolved, decisions = super().resolve(context)
         if self.chunked_loss is True and not torch_can_chunk():
-            raise UserError(f"recipe.chunked_loss=true needs a newer torch than {torch.__version__}; use false or auto")
+            raise UserError(
+                f"recipe.chunked_loss=true needs a newer torch than {torch.__version__}", "recipe.chunked_loss=auto"
+            )
         if self.chunked_loss != "auto":
             return resolved, decisions
         before = context.recorded.get("recipe.chunked_loss", False)

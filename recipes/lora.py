@@ -37,9 +37,7 @@ class LoRA:
         if not self.target or not all(isinstance(name, str) for name in self.target):
             raise UserError(f"recipe.lora.target={self.target} must be auto, or names of layers such as [c_attn]")
         if self.rank and find_spec("peft") is None:
-            raise UserError(
-                "recipe.lora needs peft, which is not installed; pip install peft, or set recipe.lora.rank=0"
-            )
+            raise UserError("recipe.lora needs peft, which is not installed; pip install peft", "recipe.lora.rank=0")
 
     def targets(self, kind: str) -> list[str]:
         """Return the names of the layers; ``kind`` is transformers' type of the model."""

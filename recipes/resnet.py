@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from mantissa.display import shortened
 from recipes.data.images import mixing
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.vision import architectures, objective, pretrained
@@ -85,7 +87,9 @@ class ResNet(Recipe):
         if self.bce_threshold is not None:
             check_range("recipe.bce_threshold", self.bce_threshold, "[0, 1)")
             if self.criterion != "bce":
-                raise UserError("recipe.bce_threshold has no effect without recipe.criterion=bce; leave it out")
+                mistake = f"recipe.bce_threshold={self.bce_threshold}"
+                problem = f"{mistake} has no effect without recipe.criterion=bce"
+                raise UserError(problem, "recipe.criterion=bce", "", mistake=mistake)
         objective.check_class_weights(self.class_weights)
 
     def resolve(self, context: Context) -> tuple[Self, list[Decision]]:
@@ -127,7 +131,7 @@ class ResNet(Recipe):
         if self.pretrained is not None:  # opened before the other ranks do, and normalised as the weights need it
             weights = pretrained.open_weights(self.arch, self.pretrained, datasets.image_size)
             new_head = pretrained.new_head(weights.state, weights.classes, self.arch, datasets)
-            datasets = replace(datasets, mean=weights.mean, std=weights.std)
+            datasets = replace(datasets, mean=weights.mean, std=weights.std, known_classes=weights.classes is not None)
             datasets = replace(datasets, new_head=new_head, weights_note=weights.note)
         if self.mean is None or self.std is None:
             return datasets
@@ -138,7 +142,10 @@ class ResNet(Recipe):
         colours = ", ".join(f"{value:.3g}" for value in (*datasets.mean, *datasets.std))
         new = f"a new head for {len(datasets.classes)} classes ({', '.join(datasets.new_head)})"
         why = f"{datasets.weights_note}; " if datasets.weights_note else ""
-        why += f"{new if datasets.new_head else 'its head is kept'}; images are normalised with {colours}; "
+        kept = "its head is kept"
+        if not datasets.known_classes:
+            kept += f", whose outputs are taken for {shortened(datasets.classes)}"
+        why += f"{new if datasets.new_head else kept}; images are normalised with {colours}; "
         why += "set recipe.mean and recipe.std where the weights need others"
         return Decision("init_from", self.pretrained, why)
 
@@ -148,7 +155,8 @@ class ResNet(Recipe):
         if self.pretrained is not None and torch.get_default_device().type != "meta":  # which needs only the shapes
             weights = pretrained.open_weights(self.arch, self.pretrained, datasets.image_size)
             state, _ = self.adapt_weights(weights.state, model, datasets, {"classes": weights.classes})
-            fill(model, state, f"init_from={self.pretrained}", pretrained.REMEDY)
+            fitting = partial(pretrained.remedies, self.arch, self.pretrained, datasets.image_size)
+            fill(model, state, f"init_from={self.pretrained}", lambda _: fitting(weights.state))
         model.normalise = Normalise(datasets.mean, datasets.std)
         # No buffer, which would be saved, and converted with the weights.
         model.class_weights = objective.class_weights(self.class_weights, datasets)
@@ -197,13 +205,18 @@ class ResNet(Recipe):
         own = model.state_dict()
         counts = {name: own[name] for name in own.keys() - weights.keys() if name.endswith("num_batches_tracked")}
         weights = weights | counts  # which old files lack
+        weights, resampled = pretrained.resampled(weights, self.arch, datasets.image_size)
+        decisions = [Decision("init_from", "position embeddings", resampled)] if resampled else []
         head = pretrained.new_head(weights, about.get("classes"), self.arch, datasets)
         if not head:
-            return weights, []
+            return weights, decisions
         heads = tuple(f"{name.rpartition('.')[0]}." for name in head)
+        old = [weights[name] for name in sorted(weights) if name.startswith(heads)]
+        new = architectures.new_weights(self.arch, datasets.image_size, len(datasets.classes), old)
         weights = {name: tensor for name, tensor in weights.items() if name in own or not name.startswith(heads)}
         why = f"a new head ({', '.join(head)}): the run it starts from has other classes"
-        return weights | {name: own[name] for name in head}, [Decision("init_from", "all but the head", why)]
+        decisions.append(Decision("init_from", "all but the head", why))
+        return weights | {name: new[name] for name in head}, decisions
 
     def description(self, datasets: ImageDatasets) -> dict[str, Any]:
         """Return what the model's library needs to build it again, and how images become its input."""
@@ -231,7 +244,8 @@ class ResNet(Recipe):
     def _set_train_size(self, datasets: ImageDatasets) -> None:
         size = self.train_image_size
         if not isinstance(getattr(datasets.train, "image_size", None), int):
-            raise UserError(f"recipe.train_image_size={size} has no effect on this data; leave it out")
+            mistake = f"recipe.train_image_size={size}"
+            raise UserError(f"{mistake} has no effect on this data", "", mistake=mistake)
         architectures.check_size(self.arch, datasets.image_size, len(datasets.classes), size)
         datasets.train.image_size = size  # type: ignore[attr-defined]
 
@@ -257,6 +271,8 @@ class Normalise:
 def _image_source(data: DataSource) -> ImageSource:
     if not isinstance(data, ImageSource):
         raise UserError(
-            f"recipe=resnet needs images, and data={data.kind} has none; use data=digits, imagefolder, hub or synthetic"
+            f"recipe=resnet needs images, as of data=imagefolder or hub, and data={data.kind} has none",
+            "data=digits",
+            "data=synthetic",
         )
     return data

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
-from safetensors.torch import load_file, save_model
+from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from mantissa.tensors import random_state, set_random_state
+from trainer.checkpoint.weights import open_file
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.data.user_dataset import UserDataset
 from trainer.errors import UserError
@@ -292,10 +293,7 @@ class Recipe:
         Raises:
             UserError: there are none, or they cannot be read.
         """
-        try:
-            found = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
-        except Exception as error:  # safetensors has its own, of the file's header
-            raise UserError(f"the weights in {folder} cannot be read ({error})") from error
+        found = [open_file(file, str(folder)) for file in sorted(folder.glob("*.safetensors"))]
         if not found:
             raise UserError(f"{folder} holds no *.safetensors; give the best/ of a run")
         return {name: tensor for tensors in found for name, tensor in tensors.items()}

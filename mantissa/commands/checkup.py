@@ -50,7 +50,7 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
     if (source.startswith((".", "/", "~")) or source.count("/") > 1) and not Path(source).is_dir():
         raise UsageError(f"{source}: there is no such folder; give one that save_pretrained wrote")
     try:
-        config = transformers.AutoConfig.from_pretrained(source)
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
         mappings = {task: getattr(transformers, f"MODEL_FOR_{name}_MAPPING") for task, name in MAPPINGS.items()}
         able = {task: str(mapping[type(config)]) for task, mapping in mappings.items() if type(config) in mapping}
         named = [task for task in able for name in config.architectures or [] if f".{name}'" in able[task]]
@@ -61,7 +61,9 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
             )
         task = [*named, *able][0]
         loader = getattr(transformers, f"AutoModelFor{task}")
-        model = loader.from_pretrained(source, config=config, dtype=torch.float32, attn_implementation=attention)
+        model = loader.from_pretrained(
+            source, config=config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+        )
     except (OSError, ValueError, ImportError) as error:  # absent, unreachable, of unknown type, or code of its own
         raise UsageError(f"{source} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
     return model.to("cuda" if torch.cuda.is_available() else "cpu").train(), task
@@ -72,7 +74,7 @@ def _tokenizer(source: str, text: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, ImportError):
         return None
     return tokenizer if len(set(tokenizer(text[:4000])["input_ids"])) >= _LEAST_TOKENS else None

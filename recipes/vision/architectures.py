@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.errors import UserError, nearest
 
@@ -60,6 +62,35 @@ def build(arch: str, image_size: int, classes: int) -> nn.Module:
 
         model = torchvision.models.get_model(arch, weights=None, **options(arch, image_size, classes))
     return model
+
+
+def nearest_by_size(parameters: int, most: int = 8) -> list[str]:
+    """Return torchvision's architectures whose published weights have about so many parameters, the nearest first.
+
+    RegNets are left out: they are not built without their memory.
+    """
+    import torchvision
+
+    def distance(arch: str) -> int:
+        published = [*torchvision.models.get_model_weights(arch)]
+        return abs(published[0].meta["num_params"] - parameters) if published else parameters
+
+    names = torchvision.models.list_models(module=torchvision.models)
+    return sorted((name for name in names if not name.startswith("regnet")), key=distance)[:most]
+
+
+def new_weights(arch: str, image_size: int, classes: int, before: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return random weights that have nothing to do with those of another model of this architecture.
+
+    They follow the seed, as the first weights do, and ``before``, the other model's tensors that some of them replace:
+    a model that was built with the same seed drew the same numbers.
+    """
+    digest = hashlib.sha256(str(torch.initial_seed()).encode())
+    for tensor in before:
+        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(digest.digest()[:7]))
+        return build(arch, image_size, classes).state_dict()
 
 
 def options(arch: str, image_size: int, classes: int) -> dict[str, Any]:
@@ -129,15 +160,25 @@ def check_size(arch: str, image_size: int, classes: int, train_size: int | None 
         return  # regnet computes with tensors while it is built; it takes images of any size
     except (RuntimeError, ValueError, AssertionError) as error:
         if train_size is not None:
+            mistake = f"recipe.train_image_size={train_size}"
             raise UserError(
-                f"recipe.arch={arch}, built for images of {image_size} × {image_size}, cannot train on "
-                f"recipe.train_image_size={train_size}; leave it out"
+                f"recipe.arch={arch}, built for images of {image_size} × {image_size}, cannot train on {mistake}",
+                "",
+                mistake=mistake,
             ) from error
-        raise UserError(
-            f"recipe.arch={arch} cannot take images of {image_size} × {image_size}; most take recipe.image_size=224"
-        ) from error
+        remedies = ["recipe.image_size=224"] if image_size != 224 and takes(arch, 224, classes) else []
+        raise UserError(f"recipe.arch={arch} cannot take images of {image_size} × {image_size}", *remedies) from error
     if not isinstance(output, torch.Tensor) or output.shape != (1, classes):
         raise UserError(f"recipe.arch={arch} is no classifier: it has no head with a number of classes")
+
+
+def takes(arch: str, image_size: int, classes: int) -> bool:
+    """Return whether an architecture can take images of a size; see ``check_size``."""
+    try:
+        check_size(arch, image_size, classes)
+    except UserError:
+        return False
+    return True
 
 
 def _is_block(cls: type) -> bool:

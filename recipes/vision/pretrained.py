@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +24,6 @@ from trainer.files import read_object
 
 DEFAULT = "DEFAULT"
 """The weights that the library recommends."""
-REMEDY = "set the recipe.arch and the recipe.image_size that they were trained with; those of transformers do not fit"
-"""Where weights are of another model."""
 _FILE = "give a file or the best/ of a run: init_from=weights.pth"
 
 
@@ -55,7 +59,7 @@ def check(arch: str, pretrained: str) -> None:
     if path.exists():
         other = exported_config(pretrained).get("arch", arch)
         if other != arch:
-            raise UserError(f"init_from={pretrained} is a {other}; set recipe.arch={other}, or leave it out")
+            raise UserError(f"recipe.arch={arch}: init_from={pretrained} is a {other}", f"recipe.arch={other}")
     elif "/" in pretrained or path.suffix in SUFFIXES:
         raise UserError(f"init_from={pretrained}: there is no such file or folder; {_FILE}")
     elif arch.startswith(architectures.TIMM):
@@ -80,15 +84,86 @@ def open_weights(arch: str, pretrained: str, image_size: int) -> Weights:
     path, about = Path(pretrained).expanduser(), dict[str, Any]()
     names, note, name = architectures.shapes(arch, image_size, 2), "", DEFAULT
     if path.exists():
-        state, note = read_weights(path, names, f"init_from={pretrained}", REMEDY)
         config = read_object((path if path.is_dir() else path.parent) / "config.json")
+        fitting = partial(remedies, arch, pretrained, image_size)
+        state, note = read_weights(path, names, f"init_from={pretrained}", fitting)
         about = config.get("pretrained_cfg", config)  # timm's on the hub, or the export of a run
     else:
         published, name = _published(arch, pretrained, image_size), pretrained
         state = {key: value for key, value in published.items() if key in names}  # without heads for training only
+    state, resized = resampled(state, arch, image_size)
+    note = ", ".join(filter(None, [note, resized]))
     if {"mean", "std"} <= about.keys():
         return Weights(state, tuple(about["mean"]), tuple(about["std"]), about.get("classes"), note)
     return Weights(state, *_normalisation(arch, name), None, note)
+
+
+def resampled(state: dict[str, Tensor], arch: str, image_size: int) -> tuple[dict[str, Tensor], str]:
+    """Return weights of one of torchvision's vision transformers for images of this size, and what was done, in words.
+
+    Its position embeddings are interpolated where they are of another size. Other weights are returned as they are.
+    """
+    positions, patches = (state.get(name) for name in ("encoder.pos_embedding", "conv_proj.weight"))
+    if not arch.startswith("vit_") or positions is None or patches is None or positions.dim() != 3:
+        return state, ""
+    from torchvision.models.vision_transformer import interpolate_embeddings
+
+    patch, side = patches.shape[-1], math.isqrt(positions.shape[1] - 1)
+    if side == image_size // patch or side**2 != positions.shape[1] - 1:
+        return state, ""
+    new: dict[str, Tensor] = interpolate_embeddings(
+        image_size, patch, OrderedDict(state | {"encoder.pos_embedding": positions.float()})
+    )
+    return new, f"position embeddings of {side * patch} pixels interpolated to {image_size}"
+
+
+def remedies(arch: str, pretrained: str, image_size: int, state: Mapping[str, Tensor]) -> list[str]:
+    """Return the image size, or the architecture, that weights are of; nothing where neither is known.
+
+    Args:
+        arch: they do not fit it, built for images of ``image_size`` pixels.
+        pretrained: where they are; the config.json there may name an architecture of timm.
+        image_size: in pixels.
+        state: the weights.
+    """
+    here = architectures.shapes(arch, image_size, 2)
+    for size in sorted(_image_sizes(here, state, image_size)):
+        if _is_of(state, arch, size):
+            return [f"recipe.image_size={size}"]
+    count = sum(each.numel() for name, each in state.items() if "running_" not in name)
+    path = Path(pretrained).expanduser()
+    named = read_object((path if path.is_dir() else path.parent) / "config.json").get("architecture")
+    others = [*([f"{architectures.TIMM}{named}"] if named else []), *architectures.nearest_by_size(count)]
+    for other in (other for other in others if other != arch):
+        with suppress(UserError):
+            architectures.check(other)
+            if _is_of(resampled(dict(state), other, 224)[0], other, 224):
+                larger = "" if architectures.takes(other, image_size, 2) else " recipe.image_size=224"
+                return [f"recipe.arch={other}{larger}"]
+    return []
+
+
+def _image_sizes(here: Mapping[str, torch.Size], state: Mapping[str, Tensor], image_size: int) -> set[int]:
+    """Return the sizes for which square grids would have the places of weights, with some tokens more, or none."""
+    sizes = set[int]()
+    there = {name: state[name].shape for name in here if name in state and state[name].dim() == len(here[name])}
+    pairs = {(old, new) for name in there for old, new in zip(there[name], here[name], strict=True) if old != new}
+    for (old, new), tokens in itertools.product(pairs, (0, 1, 2, 5)):
+        if old > tokens and new > tokens and (size := image_size * math.sqrt((old - tokens) / (new - tokens))) % 1 == 0:
+            sizes.add(int(size))
+    return sizes
+
+
+def _is_of(state: Mapping[str, Tensor], arch: str, image_size: int) -> bool:
+    """Return whether weights are of an architecture, perhaps with another number of classes."""
+    wanted = architectures.shapes(arch, image_size, 2)
+    parts = {name.partition(".")[0] for name in wanted}
+    there = {name: tensor.shape for name, tensor in state.items() if name.partition(".")[0] in parts}
+    counts = {name for name in wanted.keys() - there.keys() if name.endswith("num_batches_tracked")}
+    if there.keys() | counts != wanted.keys():
+        return False
+    other = [name for name in there if there[name] != wanted[name]]
+    return len(other) <= 4 and all(there[name][1:] == wanted[name][1:] for name in other)  # a head, or two
 
 
 def new_head(state: dict[str, Tensor], classes: list[str] | None, arch: str, datasets: ImageDatasets) -> list[str]:

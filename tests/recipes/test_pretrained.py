@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
+    BertModel,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -26,6 +30,7 @@ from transformers import (
 from tests.helpers import PROJECT, fit, trainer_of
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
+from trainer.files import read_json, write_json
 from trainer.trainer import Trainer
 
 WORDS = 90
@@ -169,7 +174,7 @@ def test_what_contradicts_the_folder_is_named(folder: tuple[str, Path]) -> None:
             trainer_of(*options(recipe, path, option))
     with pytest.raises(UserError, match=r"recipe.context=64 is longer .*=32"):
         trainer_of(*options(recipe, path, "recipe.context=64"))
-    with pytest.raises(UserError, match="use recipe=llama"):
+    with pytest.raises(UserError, match="set recipe=llama"):
         trainer_of(*options("t5", path))
 
 
@@ -203,7 +208,7 @@ def test_a_checkpoint_of_nanogpt_becomes_a_folder_as_the_page_says(
 def test_the_newest_of_the_models_in_a_folder_is_named(tmp_path: Path) -> None:
     for number in (2, 10, 9):
         write_model("gpt2", tmp_path / f"out/checkpoint-{number}")
-    with pytest.raises(UserError, match=rf"use init_from={tmp_path}/out/checkpoint-10$"):
+    with pytest.raises(UserError, match=rf"set init_from={tmp_path}/out/checkpoint-10$"):
         trainer_of(*options("gpt2", tmp_path / "out"))
     trainer_of(*options("gpt2", tmp_path / "out/checkpoint-10"))
 
@@ -244,3 +249,85 @@ def test_token_ids_of_model_and_tokenizer_may_differ(known: int, folder: tuple[s
     assert own_loss(trainer) < 2 * math.log(WORDS)
     trainer.recipe.export(trainer.model, trainer.datasets, tmp_path / "best")
     assert trainer_of(*options(recipe, tmp_path / "best")).model.gpt2.lm_head.vocabulary == vocabulary
+
+
+def edited(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
+    def edit(path: Path) -> None:
+        file = path / "model.safetensors"
+        save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+    return edit
+
+
+def configured(**more: Any) -> Callable[[Path], None]:
+    def edit(path: Path) -> None:
+        write_json(path / "config.json", read_json(path / "config.json") | more)
+
+    return edit
+
+
+def sharded(path: Path) -> None:
+    GPT2LMHeadModel.from_pretrained(path).save_pretrained(path, max_shard_size="40KB")
+    (path / "model.safetensors").unlink()
+    (shard, *_) = sorted(path.glob("model-*.safetensors"))
+    os.truncate(shard, shard.stat().st_size - 1)
+
+
+def of_own_code(path: Path) -> None:
+    configured(model_type="own", auto_map={"AutoConfig": "own.Own"})(path)
+    (path / "own.py").write_text(f"open({str(path / 'it-ran')!r}, 'w')")
+
+
+DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a layer": (
+        edited(lambda state: {name: each for name, each in state.items() if ".h.1." not in name}),
+        r"12 of 29 tensors are missing \(transformer.h.1.attn.c_attn.bias, ",
+    ),
+    "the embedding": (
+        edited(lambda state: {name: each for name, each in state.items() if "wte" not in name}),
+        r"tensors are missing \(lm_head.weight, transformer.wte.weight\)",
+    ),
+    "other depth": (configured(n_layer=3), r"12 of 41 tensors are missing"),
+    "other vocabulary": (configured(vocab_size=120), r"transformer.wte.weight is 91 × 32, not 120 × 32"),
+    "NaN": (
+        edited(lambda state: {name: each.log() if "wpe" in name else each for name, each in state.items()}),
+        r"1 tensor \(transformer.wpe.weight\) with NaN or infinities",
+    ),
+    "cut shard": (sharded, "model-00001-of-00004.safetensors is cut off"),
+    "own code": (of_own_code, "it brings code of its own, which is not run"),
+    "quantized": (configured(quantization_config={"quant_method": "gptq", "bits": 4}), r"are quantized \(gptq\)"),
+    "adapters": (lambda path: write_json(path / "adapter_config.json", {}), "holds adapters of peft; merge them"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_folder_that_is_not_whole_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # to transformers' question whether to run its code
+    write_model("gpt2", tmp_path / "model")
+    damage, message = DAMAGED[name]
+    damage(tmp_path / "model")
+    with pytest.raises(UserError, match=f"^init_from={tmp_path / 'model'}.*{message}"):
+        trainer_of(*options("gpt2", tmp_path / "model"))
+    assert not (tmp_path / "model" / "it-ran").exists()
+
+
+def test_a_body_without_a_head_gets_one_and_what_is_left_out_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model("bert", tmp_path / "model")
+    BertModel.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "model")
+    caplog.clear()
+    trainer_of(*options("bert", tmp_path / "model"))
+    said = [record.getMessage() for record in caplog.records if record.name == "mantissa"]
+    assert [line.partition(": ")[2][:28] for line in said] == [
+        "left out, as this model has ",
+        "the head is new, 6 tensors (",
+    ]
+    assert "pooler.dense.bias" in said[0]
+
+
+def test_one_file_of_a_folder_is_refused_with_the_folder(tmp_path: Path) -> None:
+    write_model("gpt2", tmp_path / "model")
+    with pytest.raises(UserError, match="is one file of a model") as refused:
+        trainer_of(*options("gpt2", tmp_path / "model" / "model.safetensors"))
+    assert refused.value.remedies == (f"init_from={tmp_path / 'model'}",)

@@ -43,7 +43,7 @@ ROWS = {
     "resnet recipe.arch=timm/test_vit init_from=r160_in1k": "timm/test_vit.r160_in1k",
     "resnet recipe.arch=timm/mixer_s32_224 init_from=DEFAULT": "mixer_s32_224",
     "t5 data=digits": "use data=python_docs",
-    "resnet data=python_docs": "use data=digits",
+    "resnet data=python_docs": "set data=digits",
     "bignet data.samples=1": "at least 8",
     "gpt2 data.valid_fraction=0.6": "at most 0.5",
     "gpt2 data.tokenizer=": "bpe, chars, bytes",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from mantissa.display import dimensions
+from mantissa.display import counted, dimensions, listed, shortened
 from mantissa.tensors import changed_by, local
 from trainer.checkpoint.schema import KINDS, STATE_FILE, WEIGHTS_SINCE, State, files_of, read_manifest
 from trainer.checkpoint.store import find_verified
+from trainer.checkpoint.weights import Remedies
 from trainer.errors import UserError
 from trainer.files import read_json
 from trainer.optim.ema import Average
@@ -184,29 +185,52 @@ def evaluated_weights(folder: Path, step: int | None) -> dict[str, Tensor]:
     return {name: state.get(f"{name}.{AVERAGE}", weight) for name, weight in weights.items()}
 
 
-def fill(
-    model: nn.Module, weights: dict[str, Tensor], where: str, remedy: str = "give the weights of this model"
-) -> None:
+def fill(model: nn.Module, weights: dict[str, Tensor], where: str, remedies: Remedies = lambda _: ()) -> None:
     """Overwrite a model's weights by name, in its own dtypes. Of weights that share memory one name is enough.
 
     Raises:
-        UserError: a name is missing or unknown, or a shape is another one; ``where`` begins the message, ``remedy``
-            ends it.
+        UserError: names are missing or unknown, shapes are others, numbers are integers or not finite; ``where`` begins
+            the message, ``remedies`` are asked where names or shapes differ.
     """
     state = model.state_dict()
     ties = untie(state)[1]
     given = {ties.get(name, name): weights[name] for name in reversed(state) if name in weights}
-    stored = [name for name in state if name not in ties]
-    if differs := _differing_names(stored, [*given, *(weights.keys() - state.keys())], "model"):
-        fit = f"{len(given)} of {len(stored)} names fit, {differs}"
-        raise UserError(f"{where}: the weights are of another model: {fit}; {remedy}")
+    missing = [name for name in state if name not in ties and name not in given]
+    unknown = sorted(weights.keys() - state.keys())
     other = [name for name in state if name in given and given[name].shape != state[name].shape]
+    parts = []
+    if missing:
+        parts.append(f"{len(missing)} of {len(state) - len(ties)} tensors are missing ({shortened(missing, 3)})")
+    if unknown:
+        parts.append(f"{listed(unknown, 'tensor')} too many")
     if other:
-        there, here = (dimensions(tuple(tensors[other[0]].shape)) for tensors in (given, state))
-        more = f" (and {len(other) - 1} more)" if len(other) > 1 else ""
-        raise UserError(f"{where}: the weights do not fit: {other[0]} is {there} there and {here} here{more}; {remedy}")
+        shapes = [f"{name} is {dimensions(given[name].shape)}, not {dimensions(state[name].shape)}" for name in other]
+        parts.append(f"{counted(len(other), 'tensor')} of another shape ({shortened(shapes, 2)})")
+    if parts:
+        raise UserError(f"{where}: the weights do not fit this model: {', '.join(parts)}", *remedies(weights))
+    floats = {name: given[name] for name in given if state[name].is_floating_point()}
+    if quantized := [name for name, each in floats.items() if not each.is_floating_point() or each.itemsize == 1]:
+        raise UserError(
+            f"{where}: {listed(quantized, 'tensor')} of {given[quantized[0]].dtype}, as of quantized weights; "
+            "give those in 32 or 16 bits"
+        )
+    # A mask of -inf is what the model itself begins with.
+    wrong = [name for name in nonfinite(floats) if not torch.equal(given[name].to(state[name].dtype), state[name])]
+    if wrong:
+        raise not_finite(wrong, where)
     for name, tensor in given.items():
         state[name].copy_(tensor)
+
+
+def nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors that hold NaN or infinities."""
+    held = {name: each for name, each in tensors.items() if each.is_floating_point() and each.numel()}
+    return [name for name, each in held.items() if not torch.stack(each.aminmax()).isfinite().all()]
+
+
+def not_finite(names: Sequence[str], where: str) -> UserError:
+    """Return the error of tensors with NaN or infinities; ``where`` begins the message."""
+    return UserError(f"{where}: {listed(names, 'tensor')} with NaN or infinities; give weights that are finite")
 
 
 def _differing_names(wanted: Collection[str], given: Collection[str], what: str) -> str:

@@ -33,6 +33,8 @@ class ImageDatasets(Datasets):
     """Names of the weights that pretrained ones do not give, because these data have other classes."""
     weights_note: str = ""
     """Which tensors of a file the pretrained weights are."""
+    known_classes: bool = True
+    """Whether the pretrained weights say which classes the outputs of their head are."""
 
     @property
     def augment(self) -> ImageAugment:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.data.text.tokenizers import Bytes, Characters, Tokenizer
+from trainer.checkpoint.weights import defect
 from trainer.errors import UserError, first_line, is_out_of_memory
 
 
@@ -37,10 +38,10 @@ class Pretrained(Tokenizer):
         """
         from transformers import AutoTokenizer
 
-        remedy = "give another, or leave it out"
+        wanted = "give another"
         if Path(name).expanduser().is_dir():
-            remedy = f'copy the model\'s own into it (AutoTokenizer.from_pretrained(…).save_pretrained("{name}"))'
-        with opening(name, key, "has no tokenizer that opens", remedy) as place:
+            wanted = f'copy the model\'s own into it (AutoTokenizer.from_pretrained(…).save_pretrained("{name}"))'
+        with opening(name, key, "has no tokenizer that opens", wanted) as place:
             tokenizer = AutoTokenizer.from_pretrained(**place)
             # Transformers makes up an empty one where there is only a model's config.
             if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
@@ -66,7 +67,7 @@ def open_tokenizer(name: str, key: str) -> Tokenizer:
 
 
 @contextmanager
-def opening(name: str, key: str, failure: str, remedy: str) -> Iterator[dict[str, Any]]:
+def opening(name: str, key: str, failure: str, wanted: str) -> Iterator[dict[str, Any]]:
     """Give the arguments of ``from_pretrained`` for a folder or a hub id, and turn errors into the user's.
 
     Where the hub does not answer, an id is opened from the local cache.
@@ -75,29 +76,31 @@ def opening(name: str, key: str, failure: str, remedy: str) -> Iterator[dict[str
         name: the folder; or the hub id, perhaps with ``@`` and a revision.
         key: the option that named it, for messages.
         failure: what is wrong with one that does not open, for messages.
-        remedy: what to do about it.
+        wanted: what to give instead, for messages.
 
     Raises:
-        UserError: it does not open, or the hub does not answer and it is not in the local cache.
+        UserError: it does not open, or only by running code of its own; or the hub does not answer, and it is not in
+            the local cache.
     """
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
 
-    path = local_path(name, key, remedy)
+    path = local_path(name, key, wanted)
     hub_id, _, revision = name.partition("@")
     silent = "" if path else _unreachable(int(time.monotonic() / 60))
     place = {"pretrained_model_name_or_path": str(path or hub_id), "local_files_only": bool(path or silent)}
+    place["trust_remote_code"] = False  # else transformers asks whether to run a model's own code
     try:
         yield place | {"revision": revision or "main"}
     except Exception as error:  # of transformers, the hub and its HTTP client, and of whatever reads a damaged file
         if is_out_of_memory(error) or isinstance(error, UserError):
             raise
         for file in sorted(path.glob("*.*")) if path else ():
-            if not file.exists():
-                raise UserError(f"{key}: {file.name} is a link to nothing; copy it with cp -rL") from error
-            if file.is_file() and file.stat().st_size < 1000 and b"//git-lfs" in file.read_bytes():
-                raise UserError(f"{key}: {file.name} is a pointer of Git LFS; git lfs pull gets it") from error
+            if what := defect(file):
+                raise UserError(f"{key}: {file.name} {what}") from error
+        if "trust_remote_code" in str(error):
+            raise UserError(f"{key} {failure}: it brings code of its own, which is not run; {wanted}") from error
         if silent:
-            raise UserError(f"{key} is not complete in the local cache, and {silent}; {remedy}") from error
+            raise UserError(f"{key} is not complete in the local cache, and {silent}; {wanted}") from error
         chain: list[BaseException] = [error]
         while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
             chain.append(cause)
@@ -105,25 +108,25 @@ def opening(name: str, key: str, failure: str, remedy: str) -> Iterator[dict[str
         if http and not isinstance(http, HfHubHTTPError):  # no answer, where transformers speaks of a wrong folder
             raise UserError(f"{key} could not be downloaded ({first_line(http)}); try again") from error
         if isinstance(http, RepositoryNotFoundError) or type(error).__name__ == "DatasetNotFoundError":
-            remedy = "check the id; if it is gated or private, get access on its page, then run hf auth login"
-            remedy += " or set HF_TOKEN"
+            wanted = "check the id; if it is gated or private, get access on its page, then run hf auth login"
+            wanted += " or set HF_TOKEN"
         elif not path:
-            remedy += "; hf cache rm removes a damaged copy"
-        raise UserError(f"{key} {failure} ({first_line(error)}); {remedy}") from error
+            wanted += "; hf cache rm removes a damaged copy"
+        raise UserError(f"{key} {failure} ({first_line(error)}); {wanted}") from error
 
 
-def local_path(name: str, key: str, remedy: str) -> Path | None:
+def local_path(name: str, key: str, wanted: str) -> Path | None:
     """Return the file or folder that a name means; None: it is a hub id.
 
     Raises:
-        UserError: it is a path, and nothing is there; ``key`` and ``remedy`` see ``opening``.
+        UserError: it is a path, and nothing is there; ``key`` and ``wanted`` see ``opening``.
     """
     path = Path(name).expanduser()
     if path.exists():
         return path
     is_file = name.endswith((".parquet", ".json", ".jsonl", ".csv", ".tsv", ".txt"))
     if is_file or name.startswith(("/", ".", "~")) or name.partition("@")[0].count("/") > 1:
-        raise UserError(f"{key}: there is no such file or folder; {remedy}")
+        raise UserError(f"{key}: there is no such file or folder; {wanted}")
     return None
 
 

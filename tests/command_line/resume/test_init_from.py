@@ -160,7 +160,7 @@ def test_a_run_of_a_pretrained_folder_and_what_starts_from_it_are_resumed_withou
             succeed("recipe=gpt2", origin, *new, f"run_name={name}", f"steps={steps}")
     assert config_of("next")["recipe.pretrained"] == "outputs/opened/best"
     refused = train("recipe=gpt2", "init_from=outputs/opened/tokenizer", *new)
-    assert (refused.code, "holds no weights; use init_from=outputs/opened/best" in refused.err) == (2, True)
+    assert (refused.code, "holds no weights; set init_from=outputs/opened/best" in refused.err) == (2, True)
     shutil.rmtree("exported")
     Path("outputs/opened/best").rename("elsewhere")
     for run in jobs:
@@ -213,7 +213,8 @@ REFUSED = {
     "recipe=gpt2 data=text data.path=two.txt data.vocab_size=512": "data.vocab_size=512 has no effect: outputs/first",
     "recipe=gpt2 data=hub data.name=two.txt data.vocab_size=4096": "data.vocab_size=4096 has no effect: outputs/first",
     "recipe=gpt2 recipe.pretrained=x": "recipe.pretrained: write init_from=x",
-    "recipe=gpt2 data=synthetic data.vocab_size=90": "the weights do not fit: gpt2.transformer.wte.weight is 2",
+    "recipe=gpt2 data=synthetic data.vocab_size=90": "1 tensor of another shape (gpt2.transformer.wte.weight is 2",
+    "recipe=gpt2 init_from=outputs/first/checkpoints/step-00000002": "is inside of a run",
     "recipe=gpt2 init_from=empty": "init_from=empty: the run has no weights",
     "recipe=gpt2 init_from=mlflow:123": "init_from=mlflow:123: ",
 }

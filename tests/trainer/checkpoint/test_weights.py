@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import gzip
 import json
+import math
 import os
+import shlex
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -13,10 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.helpers import same_bits
+from trainer.checkpoint.reader import fill
 from trainer.checkpoint.weights import read_weights
 from trainer.errors import UserError
 
@@ -60,6 +67,14 @@ def folder(files: dict[str, Write]) -> Write:
     return write
 
 
+def cut_safetensors(share: float) -> Write:
+    def write(path: Path) -> None:
+        save_file(STATE, path)
+        os.truncate(path, int(share * path.stat().st_size))
+
+    return write
+
+
 def script(path: Path) -> None:
     with pytest.warns(FutureWarning):
         torch.jit.save(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), path)
@@ -82,32 +97,43 @@ TAKEN: dict[str, tuple[Write, str]] = {
     "older.pth": (saved(STATE, older=True), ""),
     "weights.safetensors": (partial(save_file, STATE), ""),
     "ddp.tar": (saved({"state_dict": under("module."), "best": LONE}), "its state_dict, the prefix module. removed"),
-    "of.ckpt": (saved(LIGHTNING), "its state_dict, the prefix net._orig_mod. removed, without criterion.weight"),
+    "of.ckpt": (saved(LIGHTNING), "its state_dict, the prefix net. removed, without criterion.weight"),
     "auxiliary.pth": (saved(STATE | under("aux.")), "without aux.stem.weight, …"),
     "encoder.pth": (saved(under("encoder.") | {"fc.bias": LONE}), "the prefix encoder. removed, without fc.bias"),
+    "blocks.pth": (saved({name.replace(".", "._orig_mod."): tensor for name, tensor in STATE.items()}), ""),
     "sharded": (folder(SHARDS), ""),
+    "unindexed": (folder(dict([*SHARDS.items()][1:])), ""),
     "one file": (folder({"last.ckpt": saved(STATE), "notes.txt": text("")}), ""),
     "checkpoint-9": (folder({"pytorch_model.bin": saved(STATE), "optimizer.pt": saved(ADAM)}), ""),
     "both forms": (folder({"model.safetensors": partial(save_file, STATE), "pytorch_model.bin": saved(ADAM)}), ""),
 }
-CLOSED = r"cannot be opened as weights \({}, [\d,]+ bytes: (?!.*safe_globals).+\); give what torch.save\(model"
+CLOSED = r"cannot be opened as weights: {} cannot be read .*\((?!.*safe_globals).+\); give what torch.save\(model"
 REFUSED: dict[str, tuple[Write, str]] = {
     "code.pth": (saved({"model": STATE, "x": Ran()}), CLOSED),
     "older code.pth": (saved({"model": STATE, "x": Ran()}, older=True), CLOSED),
     "arguments.pth": (saved({"model": STATE, "args": argparse.Namespace(a=1)}), CLOSED),
     "module.pth": (saved(NET), CLOSED),
     "script.pt": (script, CLOSED),
-    "cut.pth": (saved(STATE, share=0.5), CLOSED),
-    "empty.pth": (text(""), CLOSED),
-    "page.bin": (text("<!DOCTYPE html>"), CLOSED),
-    "pointer.safetensors": (text("version https://git-lfs.github.com/spec/v1"), CLOSED),
-    "optimizer.pt": (saved(ADAM), "holds no dict of named tensors; give what torch.save"),
-    "tensor.pt": (saved(LONE), "holds no dict of named tensors; give what torch.save"),
+    "noise.bin": (text("what is this"), CLOSED),
+    "cut.pth": (saved(STATE, share=0.5), r"{} is cut off, at [\d,]+ bytes"),
+    "cut.safetensors": (cut_safetensors(0.9), r"{} is cut off, at [\d,]+ bytes"),
+    "cut header.safetensors": (cut_safetensors(0.1), r"{} is cut off, at [\d,]+ bytes"),
+    "cut shard": (folder(SHARDS | {PLACES["stem.bias"]: cut_safetensors(0.9)}), f"{PLACES['stem.bias']} is cut off"),
+    "empty.pth": (text(""), "{} is empty"),
+    "page.bin": (text("<!DOCTYPE html>"), "{} is a page of HTML"),
+    "pointer.safetensors": (text("version https://git-lfs.github.com/spec/v1"), "{} is a pointer of Git LFS; git lfs"),
+    "weights.gguf": (text("GGUF and more"), "{} is a GGUF file"),
+    "weights.onnx": (text("of onnx"), "{} is a file of ONNX"),
+    "weights.tar.gz": (lambda path: path.write_bytes(gzip.compress(b"it")), "{} is compressed; unpack it"),
+    "distributed": (folder({"__0_0.distcp": text(""), ".metadata": text("")}), "format_utils dcp_to_torch {} weights"),
+    "optimizer.pt": (saved(ADAM), r"holds no dict of named tensors \(state, param_groups\); give what torch.save"),
+    "tensor.pt": (saved(LONE), r"holds no dict of named tensors \(no dict\); give what torch.save"),
     "twins.pth": (saved(under("q.") | under("k.")), r"holds the weights of this model more than once \(q\., k\.\)"),
-    "other.pth": (saved({"wte": LONE}), r"none of its names \(wte, …\) .* \(stem.weight, stem.bias, norm.weight, …\)"),
+    "other.pth": (saved({"wte": LONE}), r"none of its names \(wte\) .* \(stem.weight, stem.bias, norm.weight, …\)"),
     "nothing": (folder({"config.json": text("{}")}), r"holds no file of weights \(config.json\)"),
     "several": (folder({"a.pt": saved(STATE), "b.pt": saved(STATE)}), r"holds several files of weights \(a.pt, b.pt\)"),
-    "part": (folder(dict([*SHARDS.items()][:2])), r"model-00002-of-00002.safetensors is missing, which model.safetens"),
+    "part": (folder(dict([*SHARDS.items()][:2])), r"model-00002-of-00002.safetensors is missing, of the 2 files"),
+    "rest": (folder(dict([*SHARDS.items()][1:2])), "model-00002-of-00002.safetensors is missing, of the 2 files"),
 }  # fmt: skip
 
 
@@ -125,7 +151,7 @@ def test_what_is_wrong_is_named_and_no_code_is_run(name: str, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     write, message = REFUSED[name]
     write(Path(name))
-    with pytest.raises(UserError, match=f"^init_from={name}.*{message.format(name)}"):
+    with pytest.raises(UserError, match=f"^init_from={name}.*{message.replace('{}', name)}"):
         read_weights(Path(name), list(STATE), f"init_from={name}")
     assert not Path("it-ran").exists()
 
@@ -137,3 +163,61 @@ def test_of_several_dicts_the_command_saves_one(tmp_path: Path, monkeypatch: pyt
         read_weights(Path("both.pth"), list(STATE), "init_from")
     exec(str(refused.value).rpartition(": ")[2], {"torch": torch})
     assert same_bits(read_weights(Path("weights.pth"), list(STATE), "init_from")[0], STATE)
+
+
+def test_a_file_of_several_is_refused_and_its_folder_holds_them_all(tmp_path: Path) -> None:
+    folder(SHARDS)(tmp_path / "of two")
+    with pytest.raises(UserError, match="is file 1 of 2") as refused:
+        read_weights(tmp_path / "of two" / PLACES["stem.weight"], list(STATE), "init_from")
+    (remedy,) = map(shlex.split, refused.value.remedies)
+    assert same_bits(read_weights(Path(remedy[0].removeprefix("init_from=")), list(STATE), "init_from")[0], STATE)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_parts_of_torchs_checkpoint_become_a_file_by_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.distributed.checkpoint.save({"model": STATE}, checkpoint_id="parts", no_dist=True)
+    with pytest.raises(UserError, match="dcp_to_torch") as refused:
+        read_weights(Path("parts/__0_0.distcp"), list(STATE), "init_from")
+    dcp_to_torch_save(*refused.value.problem.split()[-2:])
+    assert same_bits(read_weights(Path("weights.pth"), list(STATE), "init_from")[0], STATE)
+
+
+def changed(**tensors: Any) -> State:
+    return STATE | {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+
+
+MISFITS: dict[str, tuple[State, str]] = {
+    "too few": (
+        {name: STATE[name] for name in STATE if "running" not in name},
+        r"2 of 9 .* \(norm.running_mean, norm.r",
+    ),
+    "too many": (changed(fc2__bias=LONE), r"1 tensor \(fc2.bias\) too many"),
+    "grey": (changed(stem__weight=torch.ones(4, 1, 3, 3)), "stem.weight is 4 × 1 × 3 × 3, not 4 × 3 × 3 × 3"),
+    "infinite": (
+        changed(norm__running_var=torch.tensor([1.0, math.inf, 1, 1])),
+        r"\(norm.running_var\) with NaN",
+    ),
+    "NaN": (changed(fc__bias=torch.tensor([0.0, math.nan]).half()), r"1 tensor \(fc.bias\) with NaN"),
+    "int8": (changed(fc__weight=torch.ones(2, 4, dtype=torch.int8)), r"\(fc.weight\) of torch.int8"),
+    "fp8": (changed(fc__weight=torch.ones(2, 4).to(torch.float8_e4m3fn)), r"\(fc.weight\) of torch.float8_e4m3fn"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_what_does_not_fit_is_refused_by_name_and_nothing_is_loaded(name: str) -> None:
+    state, message = MISFITS[name]
+    net = copy.deepcopy(NET)
+    with pytest.raises(UserError, match=f"^here: .*{message}"):
+        fill(net, state, "here")
+    assert same_bits(dict(net.state_dict()), STATE)
+
+
+def test_a_mask_of_infinities_that_the_model_itself_begins_with_is_no_fault() -> None:
+    net = nn.Module()
+    net.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+    fill(net, {"mask": net.state_dict()["mask"].half()}, "here")
+    with pytest.raises(UserError, match="NaN or infinities"):
+        fill(net, {"mask": -net.state_dict()["mask"]}, "here")
