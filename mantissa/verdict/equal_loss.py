@@ -38,8 +38,8 @@ def reach(
     Without the margin, every second run of an equal arm would end just short of it. The baseline's own steps, too, are
     those to the first time that its loss is as low, so that noise favours neither. A ratio is of all seeds or of none:
     those that reach it are the lucky ones. Only an arm that is EQUIVALENT or BETTER has one: where the verdict is
-    open, only lucky sets of seeds all get there, and equal arms would come out as faster. For the chance of a wrong one see
-    ``ratio_intervals``; time has its own 5 %.
+    open, only lucky sets of seeds all get there, and equal arms would come out as faster. For the chance of a wrong one
+    see ``ratio_intervals``; time has its own 5 %.
 
     Args:
         curves: by label and seed, without the runs that failed; empty where a run diverged. The first is the baseline.

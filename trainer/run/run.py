@@ -289,7 +289,9 @@ class Run:
     def _evaluate_first(self) -> None:
         """Show and log what the first weights achieve; no checkpoint holds them, so they are never the best."""
         with self.monitor.paused(), self.terminal.work("evaluating the first weights", unit="batches") as advance:
-            scores = {f"{PREFIX}{name}": value for name, value in self.trainer.evaluate(advance).items()}
+            metrics = self.trainer.evaluate(advance)
+        self.scores.add_first(metrics)
+        scores = {f"{PREFIX}{name}": value for name, value in metrics.items()}
         self._append(0, scores)
         self.table.row(0, scores)
 
@@ -302,7 +304,7 @@ class Run:
         step = self.trainer.step
         score = self.scores.add(step, metrics)
         self._append(step, self.scores.final)
-        self.table.row(step, self.scores.final, score.improved)
+        self.table.row(step, self.scores.final, score.improved and not self.scores.worse_than_before)
         return score
 
     def _interruptible(
