@@ -195,11 +195,12 @@ class Sweep:
     def table(self) -> str:
         """Return the runs by their best score, the best first, those without one last; empty for fewer than two.
 
-        Where seeds are swept, their means follow. Results that are the same in all runs are left out.
+        Where seeds are swept, their means follow. Results that are the same in all runs are left out. A run that the
+        command line names twice counts once.
         """
-        if len(self.rows) < 2:
+        if len(self._distinct) < 2:
             return ""
-        ranked = sorted(self.rows, key=lambda row: row.score)
+        ranked = sorted(self._distinct, key=lambda row: row.score)
         rows = [row.cells() for row in ranked] + (self._over_seeds() if "seed" in self.keys else [])
         table = {key: [key.rpartition(".")[2], *(row.get(key, "") for row in rows)] for key in rows[0]}
         swept = [table.pop(key) for key in self.rows[0].values or ("run",)]
@@ -211,13 +212,18 @@ class Sweep:
         lines = columns([*zip(*short, *told, strict=True)])
         return f"{lines}\n\nbest: {ranked[0].summary['run']}" if ranked[0].summary else lines
 
+    @property
+    def _distinct(self) -> list[Row]:
+        """The runs by their folder, those that have none by their place."""
+        return list({row.summary.get("run", place): row for place, row in enumerate(self.rows)}.values())
+
     def _over_seeds(self) -> list[dict[str, str]]:
         """Return a row for each combination of what is swept but seeds: mean ± sample standard deviation of its runs.
 
         Only of finished runs, and where there are at least two.
         """
         alike: dict[tuple[str, ...], list[Row]] = {}
-        for row in self.rows:
+        for row in self._distinct:
             if row.summary.get("status") == "FINISHED":
                 alike.setdefault(tuple((row.values | {"seed": ""}).values()), []).append(row)
         found = [rows for rows in alike.values() if len(rows) > 1]
