@@ -60,12 +60,16 @@ def short(value: float | None, decimals: int = 4) -> str:
     return f"{value:.{decimals}f}" if fits else f"{value:.2e}"
 
 
+def _scale(value: float) -> str:
+    return f"{value:g}" if value < 1e6 else f"{value:.1e}"
+
+
 STEP_METRICS: dict[str, StepMetric] = {
     # Per valid target.
     "loss": StepMetric(lambda step, _: step.loss, mean, Column("loss", short), of_ranks=True),
     "lr": StepMetric(lambda step, _: step.lr, last, Column("lr", "{:.1e}".format)),
     # Before clipping, of the unscaled gradients; not finite where the step was skipped.
     "grad_norm": StepMetric(lambda step, _: step.grad_norm, last, Column("norm", lambda norm: short(norm, 2))),
-    "loss_scale": StepMetric(lambda step, _: step.loss_scale, last, Column("scale", "{:g}".format, True)),
+    "loss_scale": StepMetric(lambda step, _: step.loss_scale, last, Column("scale", _scale, True)),
     "skipped_steps": StepMetric(lambda step, _: step.skipped, None, Column("skipped", "{:.0f}".format, True)),
 }
