@@ -143,6 +143,16 @@ def test_resuming_continues_the_same_run_and_duplicates_no_point(
     assert "MLflow cannot replace points: of steps 9 to 10 it keeps what it has" in caplog.text
 
 
+def test_a_run_that_failed_says_why_until_it_goes_on(folder: Path, store: str) -> None:
+    failed = open_log(folder / "run")
+    failed.append(1, {"loss": 1.0})
+    failed.close("FAILED", {"error": "step 2: not finite"})
+    tags = connect(store).get_run(run_id(folder / "run")).data.tags
+    assert tags["error"] == "step 2: not finite"
+    tracked(folder / "run", 2, resume_step=1)
+    assert "error" not in connect(store).get_run(run_id(folder / "run")).data.tags
+
+
 def test_a_run_deleted_in_mlflow_continues_as_a_new_one(
     folder: Path, store: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -344,9 +354,9 @@ def test_a_folder_of_runs_is_migrated_by_the_printed_command(folder: Path, monke
     for uri in (f"file://{folder}/mlruns", "file:./mlruns", "./mlruns"):
         with pytest.raises(UserError, match=r"is a folder, which MLflow no longer writes to") as caught:
             configured_uri(uri)
-    said = str(caught.value)
-    subprocess.run(said.partition("run before: ")[2].replace("python", sys.executable), shell=True, check=True)
-    (uri,) = re.findall(r"set tracking.uri=(\S+),", said)
+    (command,) = re.findall(r"its runs go to a database by: (.+)\)", caught.value.problem)
+    subprocess.run(command.replace("python", sys.executable), shell=True, check=True)
+    (uri,) = (remedy.removeprefix("tracking.uri=") for remedy in caught.value.remedies)
     assert configured_uri(uri) == uri
     assert [each.name for each in connect(uri).search_experiments()] == ["mine"]
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
