@@ -1,22 +1,20 @@
-"""What is said of a store that takes nothing: servers that answer as others than MLflow's do, and databases."""
+"""What is said of a store that takes nothing: servers that answer as others than MLflow's do."""
 
 from __future__ import annotations
 
 import datetime
 import ipaddress
-import shutil
-import sqlite3
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from tests.serving import free_port, served
-from tests.tracked import open_log, points, tracked
+from tests.serving import free_port
+from tests.tracked import tracked
 from trainer.errors import UserError
 from trainer.tracking.refusal import check_files_arrive, refusal
 from trainer.tracking.store import connect
@@ -151,23 +149,6 @@ def test_a_retry_is_offered_where_it_can_help(
         assert f"; {retry}python scripts/sync.py {tmp_path / 'run'}" in message
 
 
-def test_files_that_would_stay_on_this_machine_are_kept_and_the_metrics_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    elsewhere, store = tmp_path / "elsewhere", f"sqlite:///{tmp_path}/mlflow.db"
-    connect(store).create_experiment("e", str(elsewhere / "mlruns" / "1"))
-    with served(store) as uri:
-        opened = open_log(tmp_path / "run", uri=uri, checkpoints="all")
-        opened.append(1, {"loss": 1.0})
-        opened.close("FINISHED", {})
-    assert not elsewhere.exists()
-    assert points(store)["run"].total() == 1
-    (warned,) = [message for message in caplog.messages if "upload incomplete" in message]
-    assert f"lacks its files: the server keeps the files of this experiment in {elsewhere / 'mlruns'}, " in warned
-    assert "sync.py" not in warned
-
-
 def test_where_files_are_kept(tmp_path: Path) -> None:
     server, here = "http://tracker:5000", tmp_path / "1" / "run" / "artifacts"
     for location in (
@@ -181,23 +162,3 @@ def test_where_files_are_kept(tmp_path: Path) -> None:
     for location in ("/nowhere/1/run/artifacts", "file:///nowhere/1/run/artifacts", "/nowhere/run/artifacts"):
         with pytest.raises(UserError, match="start it with --serve-artifacts"):
             check_files_arrive(location, server)
-
-
-def test_databases_that_are_not_this_mlflows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(database: Path) -> str:
-        found = said(f"sqlite:///{database}")
-        assert isinstance(found, UserError)
-        return str(found)
-
-    with closing(sqlite3.connect(tmp_path / "study.db")) as other:
-        other.execute("create table studies (id int)")
-    assert "is the database of another program (it has studies)" in refused(tmp_path / "study.db")
-    connect(f"sqlite:///{tmp_path}/mlflow.db")
-    with monkeypatch.context() as patch:
-        patch.setattr("os.access", lambda path, mode: path != tmp_path / "mlflow.db")  # root may write any file
-        assert "mlflow.db cannot be written (" in refused(tmp_path / "mlflow.db")
-    newer = Path(shutil.copy(tmp_path / "mlflow.db", tmp_path / "newer.db"))  # MLflow remembers which it has opened
-    with closing(sqlite3.connect(newer)) as own:
-        own.execute("update alembic_version set version_num = 'f00f00f00f00'")
-        own.commit()
-    assert "the tables of another MLflow than this one" in refused(newer)
