@@ -99,4 +99,6 @@ class Table:
 
 
 def _percent(share: float) -> str:
-    return "<0.01 %" if share < 1e-4 else f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
+    if not 1e-4 <= share < 9.995:
+        return "<0.01 %" if share < 1e-4 else ">999 %"
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
