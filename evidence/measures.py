@@ -44,9 +44,9 @@ def values_of(summary: Mapping[str, Any], series: Mapping[str, Series], seconds:
 
 
 def _best_loss(summary: Mapping[str, Any], series: Mapping[str, Series]) -> float | None:
-    """Return the lowest validation loss of a run; None: none was finite."""
+    """Return the lowest validation loss after a training step; None: none was finite."""
     best = summary["best"]
     if best and summary["best_metric"] != LOSS:  # the best checkpoint is that of another metric
-        _, losses = series[LOSS]
-        return min((loss for loss in losses.tolist() if math.isfinite(loss)), default=None)
+        points = zip(*(column.tolist() for column in series[LOSS]), strict=True)
+        return min((loss for step, loss in points if step and math.isfinite(loss)), default=None)
     return float(best["value"]) if best else None

@@ -79,6 +79,11 @@ class Result:
         """Return by seed why the other runs of an arm did not."""
         return {seed: run.failure for seed, run in self.runs[label].items() if run.failure}
 
+    def worse_than_before(self, label: str) -> list[int]:
+        """Return the seeds with which the final loss is higher than before training, where that was evaluated."""
+        curves = {run.seed: run.curve for run in self.finished(label)}
+        return [seed for seed, (steps, losses) in curves.items() if steps and steps[0] == 0 and losses[-1] > losses[0]]
+
     def skipped_steps(self, label: str) -> int:
         """Return how many steps the loss scale skipped, in all runs of an arm that finished."""
         return sum(int(run.values["skipped"] or 0) for run in self.finished(label))
@@ -178,13 +183,15 @@ def check_arms(plan: ComparisonPlan) -> dict[str, Config]:
             raise _of_arm(error, arm) from None
         configs[arm.label] = config
 
-    # An arm that changes nothing.
-    base = _comparable(configs[plan.baseline])
-    for arm in plan.arms:
-        if arm.label != plan.baseline and not arm.seed_shift and _comparable(configs[arm.label]) == base:
+    # An arm that changes nothing, or a second time the same: its runs would count twice.
+    compared = {arm.label: (arm.seed_shift, _comparable(configs[arm.label])) for arm in plan.arms}
+    for place, arm in enumerate(plan.arms):
+        same = [other.label for other in plan.arms[:place] if compared[other.label] == compared[arm.label]]
+        if same:
+            which = f"the baseline {same[0]}" if same[0] == plan.baseline else same[0]
             raise UserError(
-                f"arm {arm.label} is the same as the baseline {plan.baseline}; change it, or name a precision twice to "
-                "see the noise, as in arms=fp32,fp32",
+                f"arm {arm.label} is the same as {which}; change it, or name the baseline twice, such as "
+                "arms=fp32,fp32, to see the noise"
             )
     return configs
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from evidence.comparison.compare import Result
 from evidence.comparison.plots import figures
-from mantissa.display import loss, mebibytes
+from mantissa.display import counted, mebibytes
 from mantissa.verdict.judge import Quality, Ratio, Row
 from mantissa.verdict.page import Plot, Report, Section, measured_on
 from mantissa.verdict.report import (
@@ -15,6 +15,7 @@ from mantissa.verdict.report import (
     METHOD,
     about_looks,
     failures,
+    mean_loss,
     reach_cells,
     reach_sentence,
     times,
@@ -71,7 +72,7 @@ def cost_rows(result: Result) -> list[tuple[str, ...]]:
         peak = _mean(memory.value, memory.values, lambda value: f"{mebibytes(value)} MiB")
         is_baseline = label == result.plan.baseline
         ratios = _ratio(speed, is_baseline), _ratio(memory, is_baseline)
-        table.append((label, *ratios, rate, peak, _mean(None, row.quality.values, loss)))
+        table.append((label, *ratios, rate, peak, mean_loss(result.runs[label]) or "not measured"))
     speeds = result.rows[result.plan.baseline].ratios["speed"].values
     if len(speeds) > 1:
         table.append((f"drift of {result.plan.baseline}", f"{speeds[-1] / speeds[0]:.2f}x", "", "", "", ""))
@@ -146,6 +147,9 @@ def notes(result: Result) -> list[str]:
         if skipped := result.skipped_steps(label):
             steps = result.facts["steps"] * len(result.finished(label))
             sentences.append(f"{label} skipped {skipped:,} of {steps:,} steps for an overflow.")
+        if worse := result.worse_than_before(label):
+            runs = f"{len(worse)} of {counted(len(result.finished(label)), 'run')}"
+            sentences.append(f"{label}: the final loss is higher than before training in {runs}.")
         if row.quality.why and row.quality.verdict != NOT_JUDGED:
             sentences.append(f"{label}: {row.quality.why}.")
     return [*sentences, *about_looks(result.looks)]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from mantissa.verdict.runs import Curve
-from mantissa.verdict.statistics import PAIRS, Interval, ratio_intervals, steps_to
+from mantissa.verdict.statistics import BETTER, EQUIVALENT, NOT_JUDGED, PAIRS, Interval, ratio_intervals, steps_to
 
 
 @dataclass
@@ -23,12 +23,12 @@ class Reach:
     """Ratio to the baseline's own steps; None: of the baseline, not reached with each seed, or not judged."""
     seconds_ratio: Interval | None = None
     instead: str = ""
-    """Words in the place of ratios, such as ``reached in 3 of 5``; empty: there are some, or no verdict."""
+    """Words in the place of ratios, such as ``reached in 3 of 5``; empty: there are some, or none is judged."""
 
 
 def reach(
     curves: Mapping[str, Mapping[int, Curve]],
-    judged: Collection[str],
+    verdicts: Mapping[str, str],
     margin: float,
     look: int,
     step_s: Mapping[str, Mapping[int, float]],
@@ -37,11 +37,13 @@ def reach(
 
     Without the margin, every second run of an equal arm would end just short of it. The baseline's own steps, too, are
     those to the first time that its loss is as low, so that noise favours neither. A ratio is of all seeds or of none:
-    those that reach it are the lucky ones. For the chance of a wrong one see ``ratio_intervals``; time has its own 5 %.
+    those that reach it are the lucky ones. Only an arm that is EQUIVALENT or BETTER has one: where the verdict is
+    open, only lucky sets of seeds all get there, and equal arms would come out as faster. For the chance of a wrong one
+    see ``ratio_intervals``; time has its own 5 %.
 
     Args:
         curves: by label and seed, without the runs that failed; empty where a run diverged. The first is the baseline.
-        judged: labels of the arms that have a verdict on the final losses; the steps of others are not judged, either.
+        verdicts: of the arms on the final losses, by label; empty or NOT JUDGED: the steps are not judged, either.
         margin: relative difference that is too small to matter.
         look: how often the arms have been judged, this time included.
         step_s: seconds of a training step by label and seed; arms that are not timed are left out.
@@ -58,15 +60,19 @@ def reach(
         seconds = {seed: step * times_s[seed] for seed, step in steps.items() if step and times_s}
         reached[label] = Reach(steps, seconds)
 
-    # Which arms have ratios: those that get there with every seed, and not at their first evaluation.
+    # Which arms have ratios: those as good that get there with every seed, and not at their first evaluation.
     whole: list[str] = []
-    for label in (label for label in others if label in judged and len(goals) >= PAIRS):
+    judged = [label for label in others if verdicts.get(label, "") not in ("", NOT_JUDGED)]
+    for label in judged if len(goals) >= PAIRS else ():
         count = sum(step is not None for step in reached[label].steps.values())
         if count < len(goals):
             reached[label].instead = f"reached in {count} of {len(goals)}" if count else "not reached"
-        elif any(reached[arm].steps[seed] == curves[arm][seed][0][0] for arm in (baseline, label) for seed in goals):
-            reached[label].instead = "reached at once: evaluate more often"
-        else:
+            continue
+        firsts = [(curves[arm][seed][0][0], reached[arm].steps[seed]) for arm in (baseline, label) for seed in goals]
+        if at_first := {first for first, step in firsts if step == first}:
+            at_once = "reached at once: evaluate more often"
+            reached[label].instead = "reached before training" if 0 in at_first else at_once
+        elif verdicts[label] in (EQUIVALENT, BETTER):
             whole.append(label)
 
     # The ratios, corrected for the number of all arms; of time those of the arms that are timed.

@@ -124,8 +124,8 @@ def judge(
         for arm, of_arm in runs.items()
         if (speed := ratios[arm].get("speed")) and speed.values and not speed.why
     }
-    judged = [arm for arm, quality in qualities.items() if quality.verdict not in ("", NOT_JUDGED)]
-    reached = reach(curves, judged, margin, len(store.looks), step_s)
+    verdicts = {arm: quality.verdict for arm, quality in qualities.items()}
+    reached = reach(curves, verdicts, margin, len(store.looks), step_s)
     return {arm: Row(qualities[arm], ratios[arm], reached[arm]) for arm in runs}
 
 

@@ -14,7 +14,7 @@ from mantissa.verdict.comparison import Comparison
 from mantissa.verdict.equal_loss import Reach
 from mantissa.verdict.judge import Quality
 from mantissa.verdict.page import Report, Section
-from mantissa.verdict.runs import Look
+from mantissa.verdict.runs import Look, Run
 from mantissa.verdict.statistics import EQUIVALENT, NOT_JUDGED, Interval, look_level
 
 METHOD = (
@@ -68,15 +68,13 @@ def _table(comparison: Comparison) -> list[tuple[str, ...]]:
     for label, row in comparison.rows.items():
         is_baseline = label == comparison.baseline
 
-        # The mean of the metric, and how long the arm takes.
-        values = [run.values.get("loss") for run in comparison.runs[label].values()]
-        finite = [value for value in values if value is not None]
+        # How long the arm takes, and the mean of the metric.
         minutes = row.ratios["minutes"]
         if is_baseline:
             took = f"{60 * fmean(minutes.values):.1f} s" if minutes.values else ""
         else:
             took = times(minutes.ratio) if minutes.ratio else ""
-        mean = display.loss(fmean(finite)) if finite else ""
+        mean = mean_loss(comparison.runs[label])
         difference = with_level(_difference(row.quality, comparison.higher_is_better))
         cells = (label, row.quality.verdict or "(baseline)", difference, mean, took)
         table.append((*cells, reach_cells(row.reach, is_baseline)[0]) if _has_curves(comparison) else cells)
@@ -139,6 +137,15 @@ def failures(arm: str, reasons: Mapping[int, str]) -> list[str]:
         f"{arm}, {'seeds' if len(seeds) > 1 else 'seed'} {', '.join(seeds)}, failed: {why}"
         for why, seeds in seeds_of.items()
     ]
+
+
+def mean_loss(runs: Mapping[int, Run]) -> str:
+    """Return the mean of an arm's final losses that are finite, and of how many runs, if not of all; empty: no loss."""
+    losses = [run.values["loss"] for run in runs.values() if "loss" in run.values]
+    finite = [value for value in losses if value is not None]
+    if not finite:
+        return "not finite" if losses else ""
+    return display.loss(fmean(finite)) + (f" ({len(finite)} of {len(runs)})" if len(finite) < len(runs) else "")
 
 
 def about_looks(looks: Sequence[Look]) -> list[str]:

@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,8 @@ def test_an_arm_may_change_what_all_arms_have_and_is_compared_after_auto_is_reso
     chosen = configs["fp32"].steps
     with pytest.raises(UserError, match="arm b is the same as the baseline a"):
         check_arms(planned([*TINY, 'arm.a="precision=fp32"', f'arm.b="precision=fp32 steps={chosen}"']))
+    with pytest.raises(UserError, match="arm again is the same as bf16"):
+        check_arms(planned([*TINY, PAIR, "arm.again=precision=bf16"]))
 
 
 # --- what is run and kept ---
@@ -202,6 +205,19 @@ def test_a_failed_arm_is_named_with_its_reason(
     worse, open_ = f"its validation loss is worse: {reason}. {NOT_REACHED}", f"{quality}: validation loss ({reason})."
     assert lead(found)[1] == f"fp16: {worse if diverged else open_}"
     assert "the disk &lt;b&gt;is&lt;/b&gt; full" in write_report(found).read_text()
+
+
+def test_a_mean_says_of_how_many_runs_and_a_loss_that_training_raised_is_named(
+    reported: Callable[..., Result],
+) -> None:
+    found = reported(["fp32", "bf16"])
+    tuned = {seed: replace(run, curve=((0, 50), (0.5, 2.0))) for seed, run in found.runs["bf16"].items()}
+    found.runs = {**found.runs, "bf16": tuned | {0: replace(tuned[0], values=tuned[0].values | {"loss": None})}}
+    assert re.fullmatch(r"\d\.\d{4} \(2 of 3\)", cells(found, "bf16")["valid. loss"])
+    assert re.fullmatch(r"\d\.\d{4}", cells(found, "fp32")["valid. loss"])
+    assert [note for note in notes(found) if "before training" in note] == [
+        "bf16: the final loss is higher than before training in 3 of 3 runs."
+    ]
 
 
 def test_the_files_of_a_comparison(reported: Callable[..., Result]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import socket
 import sqlite3
@@ -339,7 +340,7 @@ def undelivered(run: Path) -> list[str]:
 
 def points(run: Path) -> list[tuple[str, int, float]]:
     """Return key, step and value of every point that MLflow has of a run, as often as it has it."""
-    query = "select key, step, value from metrics where run_uuid = ? and key not like 'system/%'"
+    query = "select key, step, value from metrics where run_uuid = ?"
     return [(key, step, value) for key, step, value in _asked(run, query, str(TrackedRun.read(run).run_id))]
 
 
@@ -374,5 +375,5 @@ def _files(run: Path) -> set[str]:
 
 
 def _exact(stored: list[tuple[str, int, float]]) -> set[tuple[str, int, float]]:
-    names = {point: point[0].removeprefix("train/") for point in stored}
+    names = {point: re.sub("^(train|system)/", "", point[0]) for point in stored}
     return {point for point, name in names.items() if not name.startswith(CLOCKS) and not name.endswith("_per_s")}

@@ -39,7 +39,8 @@ MAY_CHANGE = (
     *("log_every", "eval_every", "metrics", "early_stopping", "profiler", "diagnostics", "debug"),
     *_ELSEWHERE,
 )
-"""Keys and groups that may differ between a run and its continuation: they do not change what is learnt.
+"""Keys and groups that may differ between a run and its continuation: but for the number of steps, over which the
+schedule spans, they do not change what is learnt.
 
 ``may_change`` has the exceptions, in both directions.
 """

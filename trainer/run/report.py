@@ -171,7 +171,7 @@ def _optimizer(trainer: Trainer) -> str:
 
 
 def warnings(trainer: Trainer, folder: Path) -> list[str]:
-    """Return what will not be as the user expects: options without their effect, other kernels than before a resume."""
+    """Return what will not be as the user expects: options without their effect, what a resume makes different."""
     sentences, plan = [], trainer.plan
     before = read_object(folder / PRECISION_FILE).get("effective")
     if isinstance(before, dict) and before.get("kernels") != trainer.kernels:
@@ -179,6 +179,8 @@ def warnings(trainer: Trainer, folder: Path) -> list[str]:
             "some 16-bit operators have other kernels than before the resume, because the processor, precision.kernels "
             "or the version differs: results differ by rounding"
         )
+    if stretched := _stretched(trainer):
+        sentences.append(stretched)
     samples, patience = len(trainer.datasets.train), trainer.config.early_stopping.patience
     if plan.batching.batch_size > samples:
         sentences.append(
@@ -191,6 +193,16 @@ def warnings(trainer: Trainer, folder: Path) -> list[str]:
             f"{counted(plan.evaluations, 'evaluation')}; set a smaller eval_every"
         )
     return sentences
+
+
+def _stretched(trainer: Trainer) -> str:
+    """Return how another number of steps than before the resume changes the learning rate; empty: it does not."""
+    now, schedule = trainer.plan.steps, trainer.config.schedule
+    before = trainer.plan.recorded.get("steps", now)
+    lrs = [f"{trainer.config.optimizer.lr * schedule.factor(trainer.step, steps):.1e}" for steps in (before, now)]
+    if not trainer.step or lrs[0] == lrs[1]:
+        return ""
+    return f"the schedule now spans {counted(now, 'step')}, not {before:,}: lr {' → '.join(lrs)}"
 
 
 def _evaluation(trainer: Trainer) -> str:

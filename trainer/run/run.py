@@ -289,7 +289,9 @@ class Run:
     def _evaluate_first(self) -> None:
         """Show and log what the first weights achieve; no checkpoint holds them, so they are never the best."""
         with self.monitor.paused(), self.terminal.work("evaluating the first weights", unit="batches") as advance:
-            scores = {f"{PREFIX}{name}": value for name, value in self.trainer.evaluate(advance).items()}
+            metrics = self.trainer.evaluate(advance)
+        self.scores.add_first(metrics)
+        scores = {f"{PREFIX}{name}": value for name, value in metrics.items()}
         self._append(0, scores)
         self.table.row(0, scores)
 
@@ -302,7 +304,7 @@ class Run:
         step = self.trainer.step
         score = self.scores.add(step, metrics)
         self._append(step, self.scores.final)
-        self.table.row(step, self.scores.final, score.improved)
+        self.table.row(step, self.scores.final, score.improved and not self.scores.worse_than_before)
         return score
 
     def _interruptible(
@@ -392,7 +394,8 @@ class Run:
     def _failed(self, error: BaseException) -> str:
         """Record why the run has failed, close it, and return where it can go on, and how the cause is found."""
         cause = self._record_failure(error) if isinstance(error, NonFiniteGradients) else ""
-        self._close(error.status if isinstance(error, RunError) else "FAILED")
+        kind = "" if isinstance(error, RunError) else f"{type(error).__name__}: "
+        self._close(error.status if isinstance(error, RunError) else "FAILED", f"{kind}{first_line(error)}")
         return f"{report.last_good(self.folder)}{cause}"
 
     def _record_failure(self, error: NonFiniteGradients) -> str:
@@ -417,23 +420,29 @@ class Run:
             name = signal.Signals(number).name
             return Interrupted(f"received {name} at the end of the run, which is complete", number)
         with suppress(Interrupted):  # a second Ctrl-C while MLflow is waited for
-            self._close("KILLED")
+            self._close("KILLED", f"stopped by {signal.Signals(number).name}")
         saves = self.config.checkpoint.enabled
         return Interrupted(report.stop_message(number, self.trainer.step, self.folder, saves, self.command), number)
 
-    def _close(self, status: str) -> None:
-        """Write the summary of a run that did not get to its end; finish the profile and the tracking."""
+    def _close(self, status: str, why: str) -> None:
+        """Write the summary of a run that did not get to its end, and why; finish the profile and the tracking."""
         self.terminal.end_progress()
         with suppress(Exception, Interrupted):  # what ended the run is reported already; a second Ctrl-C ends this wait
             self.writer.finish()
         self.profiler.finish()
         if self.metric_log:
-            self._close_metric_log(status, self._summary(status))
+            self._close_metric_log(status, self._summary(status, why))
 
-    def _summary(self, status: str) -> dict[str, Any]:
-        """Return the content of summary.json so far, in plain JSON types; ``status`` is MLflow's."""
+    def _summary(self, status: str, error: str | None = None) -> dict[str, Any]:
+        """Return the content of summary.json so far, in plain JSON types.
+
+        Args:
+            status: MLflow's.
+            error: why the run ended early.
+        """
         return {
             "status": status,
+            "error": error,
             "failure": self.failure,
             "run": self.folder.path.name,
             **results(self.trainer, self.scores, self.monitor, self.profiler.ledger),

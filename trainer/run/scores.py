@@ -39,6 +39,9 @@ class Scores:
         """Whether the lowest value is the best; else the highest."""
         self.best: dict[str, Any] | None = None
         """The best score: ``step`` and ``value``."""
+        self.before: float | None = None
+        """Value before training; None: it was not evaluated, or not finite. It is never the best: no checkpoint has it.
+        """
         self.final: dict[str, float] = {}
         """Metrics of the last evaluation by ``valid/<name>``."""
         self.step = 0
@@ -63,6 +66,14 @@ class Scores:
         best = "was never finite" if self._reference is None else f"has not been better than {loss(self._reference)}"
         return f"{self.watched} {best} in the last {counted(self._waited, 'evaluation')}"
 
+    @property
+    def worse_than_before(self) -> str:
+        """Return that training has made the weights worse; empty: it has not, or that is not known."""
+        best = None if self.best is None else self.best["value"]
+        if self.before is None or not self.step or not _better(self.before, best, self.lowest):
+            return ""
+        return f"worse than before training ({self.metric.removeprefix(PREFIX)} {loss(self.before)} at step 0)"
+
     def check_known(self, names: Callable[[], Collection[str]], always: bool = False) -> None:
         """Check that the metrics that the user has set exist.
 
@@ -82,6 +93,11 @@ class Scores:
                     f"{key}={metric} is not a metric of this recipe; set {key} to one of {', '.join(known)}"
                 )
 
+    def add_first(self, metrics: dict[str, float]) -> None:
+        """Take in the metrics of the weights that training begins with."""
+        value = metrics[self.metric.removeprefix(PREFIX)]
+        self.before = value if math.isfinite(value) else None
+
     def add(self, step: int, metrics: dict[str, float]) -> Score:
         """Take in the metrics of an evaluation after ``step``."""
         self.step, self.final = step, {PREFIX + name: value for name, value in metrics.items()}
@@ -100,8 +116,10 @@ class Scores:
         return score.value if score.value is None or self.lowest else -score.value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it, as JSON types; ``stopping`` only with early stopping."""
+        """Return what a checkpoint holds of it, as JSON types; what there is no value of is left out."""
         state: dict[str, Any] = {"best": self.best, "final": self.final, "evaluated": self.step}
+        if self.before is not None:
+            state["before"] = self.before
         if self.stopping.patience is not None:
             state["stopping"] = {"metric": self.watched, "reference": self._reference, "waited": self._waited}
         return state
@@ -109,6 +127,7 @@ class Scores:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's; without early stopping of the same metric the wait begins now."""
         self.best, self.final, self.step = state["best"], state["final"], state["evaluated"]
+        self.before = state.get("before")
         stopping = state.get("stopping", {})
         if stopping.get("metric") == self.watched:
             self._reference, self._waited = stopping["reference"], stopping["waited"]

@@ -61,7 +61,7 @@ def short(value: float | None, decimals: int = 4) -> str:
 
 
 def _scale(value: float) -> str:
-    return f"{value:g}" if value < 1e6 else f"{value:.2e}"
+    return f"{value:g}" if value < 1e6 else f"{value:.1e}"
 
 
 STEP_METRICS: dict[str, StepMetric] = {

@@ -39,6 +39,8 @@ def results(trainer: Trainer, scores: Scores, monitor: Monitor, ledger: Ledger |
         "test": {},  # with the best weights, at the end
         "best": scores.best,
         "best_metric": scores.metric,
+        "before_training": scores.before,
+        "worse_than_before": scores.worse_than_before or None,
         "best_is": "lowest" if scores.lowest else "highest",
         "stopped_early": scores.why if scores.exhausted and trainer.step < trainer.plan.steps else None,
         # how fast, in how much memory
@@ -67,14 +69,16 @@ def unreadable_samples(trainer: Trainer) -> int:
 
 
 def scores_in_short(summary: dict[str, Any]) -> str:
-    """Return ``valid loss 2.5390, perplexity 12.6700 (best, step 200)``; where another step was the best, both."""
+    """Return ``valid loss 2.5390, perplexity 12.6700 (best, step 200)``; where another step was the best, both.
+
+    And that training has made it worse, where it has.
+    """
     best, step = summary["best"], summary["step"]
-    if best and best["step"] == step:
-        return f"valid {_named(summary['final'])} (best, step {step})"
-    text = f"valid {_named(summary['final'])} (step {step})"
-    return text + (
-        f"; best {_named({summary['best_metric']: best['value']})} (step {best['step']:.0f})" if best else ""
-    )
+    is_best = best and best["step"] == step
+    parts = [f"valid {_named(summary['final'])} ({'best, ' if is_best else ''}step {step})"]
+    if best and not is_best:
+        parts.append(f"best {_named({summary['best_metric']: best['value']})} (step {best['step']:.0f})")
+    return "; ".join(filter(None, [*parts, summary["worse_than_before"]]))
 
 
 def _named(scores: dict[str, float | None]) -> str:

@@ -24,7 +24,7 @@ from trainer.config.registration import CONF, by_key, name_of_composed
 from trainer.errors import RunError
 from trainer.files import SAME
 from trainer.terminal import WIDTH
-from trainer.tracking.store import GROUP_TAG, cut
+from trainer.tracking.store import GROUP_TAG, SWEPT_TAG, cut
 
 _IN_EVERY_NAME = ("recipe", "precision", "seed")
 _LONGEST = 150
@@ -190,16 +190,18 @@ class Sweep:
             if GROUP_TAG not in composed.tags:
                 group = self.line.value("run_name") or "-".join(["sweep", *self.keys])
                 OmegaConf.update(composed, f"tags.{GROUP_TAG}", str(group), force_add=True)
+            OmegaConf.update(composed, f"tags.{SWEPT_TAG}", " ".join(self.keys), force_add=True)
         return str(composed.run_name), values
 
     def table(self) -> str:
         """Return the runs by their best score, the best first, those without one last; empty for fewer than two.
 
-        Where seeds are swept, their means follow. Results that are the same in all runs are left out.
+        Where seeds are swept, their means follow. Results that are the same in all runs are left out. A run that the
+        command line names twice counts once.
         """
-        if len(self.rows) < 2:
+        if len(self._distinct) < 2:
             return ""
-        ranked = sorted(self.rows, key=lambda row: row.score)
+        ranked = sorted(self._distinct, key=lambda row: row.score)
         rows = [row.cells() for row in ranked] + (self._over_seeds() if "seed" in self.keys else [])
         table = {key: [key.rpartition(".")[2], *(row.get(key, "") for row in rows)] for key in rows[0]}
         swept = [table.pop(key) for key in self.rows[0].values or ("run",)]
@@ -211,13 +213,18 @@ class Sweep:
         lines = columns([*zip(*short, *told, strict=True)])
         return f"{lines}\n\nbest: {ranked[0].summary['run']}" if ranked[0].summary else lines
 
+    @property
+    def _distinct(self) -> list[Row]:
+        """The runs by their folder, those that have none by their place."""
+        return list({row.summary.get("run", place): row for place, row in enumerate(self.rows)}.values())
+
     def _over_seeds(self) -> list[dict[str, str]]:
         """Return a row for each combination of what is swept but seeds: mean ± sample standard deviation of its runs.
 
         Only of finished runs, and where there are at least two.
         """
         alike: dict[tuple[str, ...], list[Row]] = {}
-        for row in self.rows:
+        for row in self._distinct:
             if row.summary.get("status") == "FINISHED":
                 alike.setdefault(tuple((row.values | {"seed": ""}).values()), []).append(row)
         found = [rows for rows in alike.values() if len(rows) > 1]

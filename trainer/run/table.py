@@ -74,7 +74,8 @@ class Table:
         if heading != self._heading:
             self._terminal.note(heading if self._heading else f"\n{heading}", "dim")
             self._heading = heading
-        line = "".join(f"{f' {cells[name]}':>{width}}" for name, width in widths.items())  # no two ever touch
+        # What is longer than its column moves the others on, rather than touching the one before.
+        line = "".join(f" {cells[name]}".rjust(width) for name, width in widths.items())
         self._terminal.note(Text(line).append("  ★", "green") if best else line.rstrip())
         self._shown = time.perf_counter()
 
@@ -97,6 +98,12 @@ class Table:
         cells |= {name.removeprefix(PREFIX): short(scores.get(name)) for name in self._metrics} | of_steps
         cells[self._rate] = "" if rate is None else quantity(rate)
         if monitor.utilisation.mfu(1.0) is not None:
-            cells["MFU"] = "" if share is None else f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
+            cells["MFU"] = "" if share is None else _percent(share)
         cells["eta"] = "" if step_s is None else duration((self._plan.steps - step) * step_s)
         return cells | scaled
+
+
+def _percent(share: float) -> str:
+    if not 1e-4 <= share < 9.995:
+        return "<0.01 %" if share < 1e-4 else ">999 %"
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"

@@ -24,6 +24,7 @@ from trainer.files import (
 )
 from trainer.tracking.checkpoints import COMPANIONS, complete_steps
 from trainer.tracking.follower import FOLDER_TAG
+from trainer.tracking.refusal import refusal
 from trainer.tracking.store import KEY_TAG, connect, database_file, find_run, storable_uri, tracking_uri
 from trainer.tracking.tracked_run import TrackedRun
 
@@ -71,9 +72,11 @@ def fetched_run(given: str, run_id: str, uri: str | None, output_dir: str) -> It
     except UserError:
         raise
     except Exception as error:  # of many kinds, by MLflow and what lies below it
+        why = refusal(error, store)
+        check = "" if isinstance(why, UserError) else "; check MLFLOW_TRACKING_URI, and that the server answers"
         raise UserError(
             f"{given}: the run cannot be fetched from MLflow at {redacted(store)} to {output_dir} "
-            f"({first_line(error)}); check MLFLOW_TRACKING_URI, and that the server answers"
+            f"({why if isinstance(why, UserError) else first_line(why)}){check}"
         ) from error
 
 

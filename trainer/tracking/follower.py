@@ -35,6 +35,7 @@ from trainer.terminal import work
 from trainer.tracking import checkpoints
 from trainer.tracking.datasets import log_datasets
 from trainer.tracking.models import architecture, describe, log_model, register
+from trainer.tracking.refusal import check_files_arrive, refusal
 from trainer.tracking.results import NOTE_TAG, best_lines, description, summary_lines
 from trainer.tracking.store import (
     GROUP_TAG,
@@ -44,6 +45,7 @@ from trainer.tracking.store import (
     cut,
     database_file,
     find_run,
+    metric_key,
     show_swept,
     valid_key,
 )
@@ -61,6 +63,8 @@ ARTIFACTS = (
 """Files and folders of a run that go to MLflow under their own names, beside the metrics."""
 FOLDER_TAG = "mantissa.folder"
 """The tag that holds where the run's folder was when it was trained last."""
+ERROR_TAG = "error"
+"""The tag that says why a run ended early."""
 METRICS = "the last metrics"
 READ_BYTES = 1 << 16
 """Bytes of the metric log in one call of MLflow: some hundred lines."""
@@ -109,6 +113,10 @@ class Follower(threading.Thread):
         self._problem: Exception | None = None
         self._may_remove = True
         """False: MLflow has refused to remove a checkpoint."""
+        self._no_files: UserError | None = None
+        """Why files do not arrive at the server."""
+        self._renamed: set[str] = set()
+        """Metrics of which it has been said that MLflow does not take their names."""
         self._stored: dict[str, int] = {}
         """The last step of each metric in MLflow when this attempt began: a resumed run logs later steps again."""
 
@@ -126,7 +134,7 @@ class Follower(threading.Thread):
                     if read - before > UPLOAD_BYTES and not self._failures:  # else what is refused is sent for ever
                         self._progressed_s = time.monotonic()
             reason = f"no answer within {timeout_s:g} s" if self.is_alive() else ""
-            reason = first_line(self._problem) if self._problem else reason
+            reason = _said(self._problem) if self._problem else reason
         finally:  # also by a signal: the caller no longer waits
             self._given_up.set()
             if reason:
@@ -146,7 +154,8 @@ class Follower(threading.Thread):
         try:
             self._follow()
         except Exception as error:  # of many kinds, by MLflow and what lies below it
-            return self._missing(first_line(error))
+            self._problem = refusal(error, self._uri)
+            return self._incomplete(_said(self._problem))
         return None
 
     def run(self) -> None:
@@ -159,14 +168,15 @@ class Follower(threading.Thread):
                 self._problem = None
                 return
             except Exception as error:  # whatever goes wrong with MLflow, training continues
-                self._problem = error
+                self._problem = refusal(error, self._uri)
             self._failures += 1
             silent = failed and self._run.run_id is None  # a server that has never answered
             failed, mistake = True, isinstance(self._problem, UserError)
+            ending = ending or (mistake and self._ending.is_set())
             if ending and (silent or mistake):
                 return  # no patience mends this
             if not ending and (mistake or self._failures == 2):  # one alone is common: another run may set a store up
-                self._warn(first_line(self._problem))
+                self._warn(_said(self._problem))
             pause_s = min(FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, 10), LONGEST_PAUSE_S)
             if (self._given_up if ending else self._ending).wait(pause_s):
                 self._failures = 0
@@ -183,7 +193,7 @@ class Follower(threading.Thread):
         with self._sampling(run_id) if training and self._system_metrics else nullcontext():
             while not self._ending.is_set():
                 self._send_metrics(client, run_id)
-                if self._run.checkpoints == "all":
+                if self._run.checkpoints == "all" and not self._no_files:
                     self._send_checkpoints(client, run_id)
                 self._ending.wait(self._flush_every_s)
         self._complete(client, run_id)
@@ -215,6 +225,12 @@ class Follower(threading.Thread):
             run.run_id, run.experiment_id = str(found.info.run_id), str(found.info.experiment_id)
             self._record()
         run_id = str(run.run_id)
+        try:
+            check_files_arrive(str(found.info.artifact_uri), self._uri)
+        except UserError as error:
+            if not (self._no_files or self._ending.is_set()):
+                log.warning("MLflow gets no files of this run: %s. It gets the metrics.", error)
+            self._no_files = error
         self._stored = {metric.key: metric.step for metric in found.data.to_proto().metrics}
         known, tags, params = found.data.params, dict(run.tags), {}
         for key, value in run.params.items():
@@ -227,6 +243,8 @@ class Follower(threading.Thread):
         new = [Param(key, value) for key, value in params.items() if key not in known]
         marks = [RunTag(valid_key(key), cut(str(value), MAX_TAG_VAL_LENGTH)) for key, value in tags.items()]
         client.log_batch(run_id, params=new, tags=marks, synchronous=True)
+        if ERROR_TAG in found.data.tags:  # it goes on
+            client.delete_tag(run_id, ERROR_TAG)
         if GROUP_TAG in tags:
             show_swept(client, run_id)
         log_datasets(client, run_id, run.datasets)
@@ -255,6 +273,12 @@ class Follower(threading.Thread):
         """Send the values of lines of a metric log, but for those of steps that MLflow has, and those not finite."""
         from mlflow.entities import Metric
 
+        lines = list(lines)
+        for name in {name for line in lines for name in line} - self._renamed:
+            if valid_key(name) != name:
+                self._renamed.add(name)
+                log.warning("MLflow takes no metric named %s; there it is %s.", name, key_of(name))
+
         # A point for each value: MLflow's name of the metric, the time in milliseconds, the step.
         metrics = [
             Metric(key, float(value), int(line["time"] * 1000), line["step"])
@@ -270,20 +294,24 @@ class Follower(threading.Thread):
         """Send the rest: first how the run ended, then what takes long; what is refused keeps nothing else back."""
         self._send_metrics(client, run_id)
         summary = read_object(self._folder / SUMMARY_FILE)
-        self._send_points(client, run_id, summary_lines(self._folder / METRICS_FILE, summary), valid_key)
+        self._send_points(client, run_id, summary_lines(self._folder / METRICS_FILE, summary), metric_key)
         files = [self._folder / name for name in (METRICS_FILE, SUMMARY_FILE)]
         ended_s = max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
         client.set_terminated(run_id, self._status, int(ended_s * 1000))
+        if error := summary.get("error"):
+            client.set_tag(run_id, ERROR_TAG, error)
+        there = [self._folder / name for name in ARTIFACTS if (self._folder / name).exists()]
         parts: dict[str, Callable[[], None]] = {
-            name: partial(self._send_files, client, run_id, self._folder / name)
-            for name in ARTIFACTS
-            if (self._folder / name).exists()
+            path.name: partial(self._send_files, client, run_id, path) for path in there if not self._no_files
         }
         if evaluated := best_lines(self._folder / METRICS_FILE, summary):
             params = {name: value for name, value in self._run.tags.items() if name in ("recipe", "precision")}
             parts["its entry in Models"] = partial(log_model, client, run_id, self._run.key, evaluated, params)
         parts["its description"] = partial(self._send_description, client, run_id)
-        parts["its checkpoints"] = partial(self._send_checkpoints, client, run_id)
+        if self._no_files:
+            parts["its files"] = self._refuse_files
+        else:
+            parts["its checkpoints"] = partial(self._send_checkpoints, client, run_id)
         problems: dict[str, Exception] = {}
         for part, send in parts.items():
             self._check_wanted()
@@ -297,6 +325,10 @@ class Follower(threading.Thread):
             raise next(iter(problems.values()))
         self._run.delivered = True
         self._record()
+
+    def _refuse_files(self) -> None:
+        assert self._no_files is not None
+        raise self._no_files
 
     def _has(self, path: Path) -> bool:
         """Return whether MLflow has a file or a folder of the run as it is now."""
@@ -415,16 +447,19 @@ class Follower(threading.Thread):
         )
 
     def _warn_incomplete(self, reason: str) -> None:
-        log.warning("%s", incomplete(self._missing(reason), self._folder))
+        log.warning("%s", self._incomplete(reason))
 
-    def _missing(self, reason: str) -> str:
-        return f"{redacted(self._uri)} lacks {self._lacks}: {reason}"
+    def _incomplete(self, reason: str) -> str:
+        """Return what MLflow lacks of the run, and how to send it later, unless this run's files never arrive."""
+        missing = f"{redacted(self._uri)} lacks {self._lacks}: {reason}"
+        command = shlex.join(["python", "scripts/sync.py", str(self._folder)])
+        when = "when that is mended, send it with" if isinstance(self._problem, UserError) else "retry with"
+        later = "" if self._problem and self._problem is self._no_files else f"; {when}: {command}"
+        return f"MLflow upload incomplete ({missing}). Data is safe in {self._folder}{later}"
 
 
-def incomplete(missing: str, folder: Path) -> str:
-    """Return what MLflow lacks of a run, and how to send it later."""
-    command = shlex.join(["python", "scripts/sync.py", str(folder)])
-    return f"MLflow upload incomplete ({missing}). Data is safe in {folder}; retry with: {command}"
+def _said(problem: Exception) -> str:
+    return redacted(str(problem)) if isinstance(problem, UserError) else first_line(problem)
 
 
 def bytes_read() -> int:

@@ -42,4 +42,5 @@ class Tracking:
                 f"tracking.register={self.register} must be a name without slash and colon, such as my-model"
             )
         if self.register and not self.mlflow:
-            raise UserError("tracking.register has no effect with tracking=local; remove one of them")
+            given = f"tracking.register={self.register}"
+            raise UserError(f"{given} has no effect with tracking=local", "tracking=mlflow", "", mistake=given)

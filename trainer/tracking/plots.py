@@ -75,7 +75,8 @@ def _loss_figure(series: dict[str, Series], title: str) -> Any:
             axes.plot(broken, np.full(broken.size, 0.02), "|", color=ALARM, markersize=9, transform=place, label=label)
     if "valid/loss" in series:
         steps, values = series["valid/loss"]
-        best = f", best {np.nanmin(values):.4g}" if np.isfinite(values).any() else ""
+        trained = values[(steps > 0) & np.isfinite(values)]
+        best = f", best {trained.min():.4g}" if trained.size else ""
         axes.plot(steps, values, "o-", color=COLORS[4], linewidth=1.8, markersize=4, label=f"validation{best}")
     axes.legend(frameon=False, labelcolor=INK)
     return figure

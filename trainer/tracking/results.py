@@ -2,7 +2,7 @@
 
 | metric | is | at step |
 |---|---|---|
-| ``best_loss`` | the lowest validation loss | of that evaluation |
+| ``best_loss`` | the lowest validation loss after a training step | of that evaluation |
 | ``best_…`` | the metric that marks the best checkpoint, where it is another one | of that evaluation |
 | ``test_loss``, ``test_…`` | each metric of the test data, with the best weights | the last |
 | ``throughput`` | units (tokens, images …) per second, without warm-up and evaluation | the last |
@@ -49,7 +49,7 @@ def summary_lines(log: Path, summary: dict[str, Any]) -> list[dict[str, Any]]:
     numbers = {name: float(f"{value:.4g}") for name, value in numbers.items() if value}  # a column shows few digits
     numbers |= {f"test_{name}": value for name, value in summary.get("test", {}).items()}
     found = [_line(lines[-1], **numbers)]
-    evaluated = [line for line in lines if line.get(LOSS) is not None]
+    evaluated = [line for line in lines if line.get(LOSS) is not None and line["step"]]
     if lowest := min(evaluated, key=lambda line: line[LOSS], default=None):
         found.append(_line(lowest, best_loss=lowest[LOSS]))
     best, metric = summary.get("best"), summary.get("best_metric", LOSS)
@@ -85,6 +85,8 @@ def description(folder: Path, run: TrackedRun) -> str | None:
     if summary["best"]:
         metric = summary["best_metric"].removeprefix("valid/")
         said += f"; best {metric}: {summary['best']['value']:.4g} at step {summary['best']['step']}"
+    if worse := summary.get("worse_than_before"):
+        said += f"; {worse}"
     parts = [run.tags["note"]] if "note" in run.tags else []
     parts.append(f"{said}.")
     if (folder / "plots" / "loss.png").exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import getpass
 import json
 import logging
@@ -12,6 +13,7 @@ import shlex
 import sqlite3
 import sys
 import uuid
+import zlib
 from collections.abc import Sequence
 from contextlib import closing
 from importlib import import_module
@@ -38,8 +40,12 @@ _MOST_PARAMS = 12
 """Params in the view; MLflow takes 5,000 characters."""
 GROUP_TAG = "group"
 """The tag that runs of one sweep, search or comparison share: its name."""
+SWEPT_TAG = "swept"
+"""The tag of a sweep's runs that has its keys."""
 KEY_TAG = "mantissa.key"
 """The tag that holds the key of a run (``TrackedRun.key``)."""
+_OF_THE_MACHINE = re.compile(r"\w+_per_s|(process_)?memory_bytes|step_time_s|checkpoint_stall_s|mfu")
+"""The metrics that ``Monitor`` measures of a window of steps."""
 LOCK_TIMEOUT_S = 60
 _SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -62,6 +68,7 @@ def configured_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
     Raises:
         UserError: it is not a URI that MLflow supports.
     """
+    option = key
     if not uri:
         key, uri = "MLFLOW_TRACKING_URI", os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
@@ -75,8 +82,8 @@ def configured_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
             ["python", "-m", "mlflow", "migrate-filestore", "--source", str(folder), "--target", database]
         )
         raise UserError(
-            f"{key}={uri} is a folder, which MLflow no longer writes to; set {key}={database}, "
-            f"and to have the runs of the folder there, run before: {migrate}"
+            f"{key}={uri} is a folder, which MLflow no longer writes to (its runs go to a database by: {migrate})",
+            shlex.quote(f"{option}={database}"),
         )
     scheme, separator, _ = uri.partition("://")
     kind = scheme.partition("+")[0]
@@ -85,8 +92,11 @@ def configured_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
     if uri in _WORKSPACES:
         return uri
     shown = redacted(uri) if separator or "@" not in uri else "***"
-    remedy = "sqlite:///file.db" if separator or "@" in uri else f"sqlite:///{uri}"
-    raise UserError(f"{key}={shown} is not a URI that MLflow supports; use {remedy} or http://host:port")
+    database = "sqlite:///file.db" if separator or "@" in uri else f"sqlite:///{uri}"
+    raise UserError(
+        f"{key}={shown} is not a URI that MLflow supports, such as http://host:port",
+        shlex.quote(f"{option}={database}"),
+    )
 
 
 def tracking_uri(uri: str | None = None, key: str = "tracking.uri") -> str:
@@ -152,33 +162,48 @@ def connect(uri: str) -> MlflowClient:
     """Open a tracking store, creating an SQLite file that does not exist yet (some seconds).
 
     Raises:
-        UserError: the file is not an SQLite database.
+        UserError: the file is not an SQLite database, or not MLflow's, or cannot be written.
         Exception: of many kinds, when the store does not answer, or is none.
     """
     import_mlflow(uri)
     from mlflow import MlflowClient
 
     if database := database_file(uri):
-        database.parent.mkdir(parents=True, exist_ok=True)
-        with locked(Path(f"{database}-init.lock"), LOCK_TIMEOUT_S):
-            if database.exists():
-                _check_readable(database)
-            else:
-                set_up(database)
+        try:
+            database.parent.mkdir(parents=True, exist_ok=True)
+            with locked(Path(f"{database}-init.lock"), LOCK_TIMEOUT_S):
+                if database.exists():
+                    _check_usable(database)
+                else:
+                    set_up(database)
+        except PermissionError as error:
+            raise UserError(
+                f"{database} cannot be written ({error.filename}: {error.strerror}); make it and its folder writable, "
+                "or set tracking.uri=…"
+            ) from None
     client = MlflowClient(tracking_uri=uri)
     client.search_experiments(max_results=1)
     return client
 
 
-def _check_readable(database: Path) -> None:
-    """Raise at once where SQLite cannot read the file, which MLflow would try again for minutes."""
+def _check_usable(database: Path) -> None:
+    """Raise at once where SQLite cannot use the file, which MLflow would try again for minutes, or others' tables are.
+
+    Raises:
+        PermissionError: it cannot be written.
+        UserError: it is no database, or another program's.
+    """
+    if not os.access(database, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(database))
     with closing(sqlite3.connect(database, timeout=20)) as connection:
         try:
-            connection.execute("select count(*) from sqlite_master")
+            tables = [name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")]
         except sqlite3.OperationalError:  # locked, or on a disk that fails
             raise
         except sqlite3.DatabaseError:
             raise UserError(f"{database} is not an SQLite database; move it, or set tracking.uri=…") from None
+    if tables and "experiments" not in tables:
+        raise UserError(f"{database} is the database of another program (it has {tables[0]}); set tracking.uri=…")
 
 
 def set_up(database: Path) -> None:
@@ -259,33 +284,46 @@ def _view(params: Sequence[str] = ()) -> str:
 
 
 def show_swept(client: MlflowClient, run_id: str) -> None:
-    """Add to the view's columns the params in which this run differs from the newest other run of its group.
+    """Add to the view's columns what a sweep sweeps, then what else differs from the newest other run of its group.
 
-    Every run of a group does so when it begins: together they show what is swept, without a list of it.
+    Every run of a group does so when it begins: together they show what varies, without a list of it.
     """
     run = client.get_run(run_id)
+    own = [key for key in run.data.tags.get(SWEPT_TAG, "").split() if key in run.data.params]
     experiment_id, group = run.info.experiment_id, run.data.tags[GROUP_TAG].replace("'", "_")  # any character
     newest = client.search_runs([experiment_id], f"tags.`{GROUP_TAG}` LIKE '{group}'", max_results=2)
-    for other in [other.data.params for other in newest if other.info.run_id != run_id][:1]:
-        view = json.loads(client.get_experiment(experiment_id).tags.get(VIEW_TAG) or _view())
-        columns = json.loads(view["state"])["selectedColumns"]
-        known = [column[len("params.`") : -1] for column in columns if column.startswith("params.")]
-        varied = [key for key, value in sorted(run.data.params.items()) if other.get(key, value) != value]
-        if new := [key for key in varied if key not in known and not key.startswith(_NO_COLUMN)]:
-            client.set_experiment_tag(experiment_id, VIEW_TAG, _view([*known, *new][:_MOST_PARAMS]))
+    other: dict[str, str] = next((other.data.params for other in newest if other.info.run_id != run_id), {})
+    varied = [key for key, value in sorted(run.data.params.items()) if other.get(key, value) != value]
+    view = json.loads(client.get_experiment(experiment_id).tags.get(VIEW_TAG) or _view())
+    columns = json.loads(view["state"])["selectedColumns"]
+    known = [column[len("params.`") : -1] for column in columns if column.startswith("params.")]
+    if new := [key for key in (*own, *varied) if key not in known and not key.startswith(_NO_COLUMN)]:
+        first = [key for key in own if key in new]
+        client.set_experiment_tag(
+            experiment_id, VIEW_TAG, _view([*dict.fromkeys([*first, *known, *new])][:_MOST_PARAMS])
+        )
 
 
 def curve_key(name: str) -> str:
-    """Return MLflow's name of a logged metric: in ``train/``, unless it has a section of its own such as ``valid/``.
+    """Return MLflow's name of a logged metric, in ``train/`` or a section of its own such as ``valid/``.
 
     MLflow's pages show sections by name, and what is in none last: the numbers of a run as a whole, see ``results.py``.
+    What the machine does is in ``system/``, which has a page of its own: so charts begin with what is learnt.
     """
-    return valid_key(name if "/" in name else f"train/{name}")
+    if "/" not in name:
+        name = f"{'system' if _OF_THE_MACHINE.fullmatch(name) else 'train'}/{name}"
+    return metric_key(name)
+
+
+def metric_key(name: str) -> str:
+    """Return MLflow's name of a metric; where it is another, with a number, so that no two become one."""
+    key = valid_key(name)
+    return key if key == name else f"{key[:240]}-{zlib.crc32(name.encode()):08x}"
 
 
 def valid_key(name: str) -> str:
     """Return a name that MLflow accepts for a param, metric or tag: few special characters, a normal path."""
-    return posixpath.normpath("/" + re.sub(r"[^\w.\- /]", "_", name)).lstrip("/")[:250] or "_"
+    return posixpath.normpath("/" + re.sub(r"[^\w.\- :/]", "_", name)).lstrip("/")[:250] or "_"
 
 
 def cut(value: str, length: int) -> str:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from trainer.errors import UserError, redacted
 from trainer.files import SUMMARY_FILE, TRACKING_FILE, final_status, in_use
-from trainer.tracking.follower import Follower, incomplete
+from trainer.tracking.follower import Follower
 from trainer.tracking.options import Tracking
 from trainer.tracking.store import configured_uri, store_uri
 from trainer.tracking.tracked_run import TrackedRun
@@ -108,7 +108,7 @@ def _send(folder: Path, uri: str | None, key: str) -> SyncResult:
     run.send_to(store)
     if run.delivered:
         return SyncResult("complete", "already complete")
-    if missing := Follower(folder, store, run).send(final_status(folder) or "KILLED"):
-        return SyncResult("incomplete", incomplete(missing, folder))
+    if incomplete := Follower(folder, store, run).send(final_status(folder) or "KILLED"):
+        return SyncResult("incomplete", incomplete)
     ended = "" if final_status(folder) else f"; it has no {SUMMARY_FILE}: it was killed, or the file was removed"
     return SyncResult("sent", f"sent to {redacted(store)}{ended}")

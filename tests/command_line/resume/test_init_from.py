@@ -58,6 +58,20 @@ def test_a_run_that_kept_only_its_weights_is_where_another_starts_and_what_it_is
     assert read_json(Path("outputs/tuned/summary.json"))["best"]["step"] > 0  # of which there is a checkpoint
 
 
+def test_training_that_makes_the_weights_worse_is_said_to(succeed: Train, folder: Path) -> None:
+    tiny = (*SMALLEST, *SHORT, "eval_every=1")
+    succeed(*tiny, "run_name=source", "checkpoint.keep=0")
+    tuned = (*tiny, "init_from=outputs/source")
+    better, worse = succeed(*tuned, "run_name=better"), succeed(*tuned, "run_name=worse", "optimizer.lr=30")
+    for run, done in (("better", better), ("worse", worse), ("worse", succeed("resume=outputs/worse", "steps=4"))):
+        summary = read_json(Path("outputs", run, "summary.json"))
+        before = summary["before_training"]
+        assert (summary["best"]["value"] < before) == (run == "better") == ("★" in done.out)
+        assert (summary["worse_than_before"] is None) == (run == "better")
+        said = " ".join(done.out.split())  # wrapped
+        assert (f"worse than before training (loss {before:.4f} at step 0)" in said) == (run != "better")
+
+
 def test_weights_of_another_program_start_a_recipe_of_any_kind(folder: Path) -> None:
     tiny = (*SMALLEST, *SHORT)
     other = trainer_of(*tiny, "seed=7").model.state_dict()

@@ -159,6 +159,19 @@ def test_a_finished_run_is_reported_as_complete(train: Train, succeed: Train, fo
     assert [point["step"] for point in logged(run) if "loss" in point] == [1, 2, 3, 4]
 
 
+def test_a_schedule_that_more_steps_stretch_is_said_with_its_rates(succeed: Train, folder: Path) -> None:
+    every = (*SMALL, "log_every=1")
+    for run, schedule in (("small", "cosine"), ("flat", "constant")):
+        succeed(*every, "steps=9", f"schedule={schedule}", f"run_name={run}")
+        done = succeed(f"resume=outputs/{run}", "steps=17")
+        found = re.search(r"the schedule now spans 17 steps, not 9: lr (\S+) → (\S+)", done.out + done.err)
+        assert (found is not None) == (run == "small")
+        if found:
+            lr = {line["step"]: f"{line['lr']:.1e}" for line in logged(folder / "outputs" / run) if "lr" in line}
+            assert float(found[1]) < float(lr[9]) < float(found[2])
+            assert found[2] == lr[10]
+
+
 @pytest.fixture
 def interrupt_at_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate = Run.evaluate

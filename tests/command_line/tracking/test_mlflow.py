@@ -24,7 +24,7 @@ import torch
 from tests import forks
 from tests.command_line.conftest import SMALLEST, Train
 from tests.helpers import Arrays
-from tests.serving import free_port
+from tests.serving import free_port, served
 from tests.tracked import once, open_log, points, run_id, runs, tracked
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
@@ -141,6 +141,16 @@ def test_resuming_continues_the_same_run_and_duplicates_no_point(
     assert run.data.tags["changed_on_resume"] == "steps=14"
     assert run.data.tags["kept_on_resume"] == "points of steps 7 to 8 from before the resume"
     assert "MLflow cannot replace points: of steps 9 to 10 it keeps what it has" in caplog.text
+
+
+def test_a_run_that_failed_says_why_until_it_goes_on(folder: Path, store: str) -> None:
+    failed = open_log(folder / "run")
+    failed.append(1, {"loss": 1.0})
+    failed.close("FAILED", {"error": "step 2: not finite"})
+    tags = connect(store).get_run(run_id(folder / "run")).data.tags
+    assert tags["error"] == "step 2: not finite"
+    tracked(folder / "run", 2, resume_step=1)
+    assert "error" not in connect(store).get_run(run_id(folder / "run")).data.tags
 
 
 def test_a_run_deleted_in_mlflow_continues_as_a_new_one(
@@ -355,6 +365,22 @@ def test_a_server_that_never_answers_is_not_waited_for(folder: Path, caplog: pyt
     assert "lacks this run: no connection: Connection refused). Data is safe" in caplog.text
 
 
+def test_files_that_would_stay_on_this_machine_are_kept_and_the_metrics_sent(
+    folder: Path, store: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    elsewhere = folder / "elsewhere"
+    connect(store).create_experiment("e", str(elsewhere / "mlruns" / "1"))
+    with served(store) as uri:
+        opened = open_log(folder / "run", uri=uri, checkpoints="all")
+        opened.append(1, {"loss": 1.0})
+        opened.close("FINISHED", {})
+    assert not elsewhere.exists()
+    assert points(store)["run"].total() == 1
+    (warned,) = [message for message in caplog.messages if "upload incomplete" in message]
+    assert f"lacks its files: the server keeps the files of this experiment in {elsewhere / 'mlruns'}, " in warned
+    assert "sync.py" not in warned
+
+
 def test_a_folder_of_runs_is_migrated_by_the_printed_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "mlruns/0").mkdir(parents=True)
     (folder / "mlruns/0/meta.yaml").write_text(
@@ -363,9 +389,9 @@ def test_a_folder_of_runs_is_migrated_by_the_printed_command(folder: Path, monke
     for uri in (f"file://{folder}/mlruns", "file:./mlruns", "./mlruns"):
         with pytest.raises(UserError, match=r"is a folder, which MLflow no longer writes to") as caught:
             configured_uri(uri)
-    said = str(caught.value)
-    subprocess.run(said.partition("run before: ")[2].replace("python", sys.executable), shell=True, check=True)
-    (uri,) = re.findall(r"set tracking.uri=(\S+),", said)
+    (command,) = re.findall(r"its runs go to a database by: (.+)\)", caught.value.problem)
+    subprocess.run(command.replace("python", sys.executable), shell=True, check=True)
+    (uri,) = (remedy.removeprefix("tracking.uri=") for remedy in caught.value.remedies)
     assert configured_uri(uri) == uri
     assert [each.name for each in connect(uri).search_experiments()] == ["mine"]
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")

@@ -1,8 +1,9 @@
-"""MLflow's SQLite file: its set-up is killed, or it is none."""
+"""MLflow's SQLite file: its set-up is killed, or it is none, or another's."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from tests.helpers import PROJECT
 from trainer.errors import UserError
+from trainer.tracking.refusal import refusal
 from trainer.tracking.store import connect
 
 KILLED = """
@@ -68,3 +70,24 @@ def test_a_file_that_is_no_database_is_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"notes\.db is not an SQLite database; move it, or set tracking\.uri="):
         connect(f"sqlite:///{notes}")
     assert notes.read_bytes() == b"notes" * 1000
+
+
+def test_databases_that_are_not_this_mlflows(folder: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(database: Path) -> str:
+        with pytest.raises(Exception) as raised:  # of many kinds, by MLflow
+            connect(uri := f"sqlite:///{database}")
+        found = refusal(raised.value, uri)
+        assert isinstance(found, UserError)
+        return str(found)
+
+    with closing(sqlite3.connect(folder / "study.db")) as other:
+        other.execute("create table studies (id int)")
+    assert "is the database of another program (it has studies)" in refused(folder / "study.db")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.access", lambda path, mode: path != folder / "mlflow.db")  # root may write any file
+        assert "mlflow.db cannot be written (" in refused(folder / "mlflow.db")
+    newer = Path(shutil.copy(folder / "mlflow.db", folder / "newer.db"))
+    with closing(sqlite3.connect(newer)) as own:
+        own.execute("update alembic_version set version_num = 'f00f00f00f00'")
+        own.commit()
+    assert "the tables of another MLflow than this one" in refused(newer)

@@ -11,7 +11,7 @@ import pytest
 from mantissa.verdict.equal_loss import Reach, reach
 from mantissa.verdict.report import reach_cells, reach_sentence
 from mantissa.verdict.runs import Curve
-from mantissa.verdict.statistics import NOT_JUDGED, ratio_interval, steps_to
+from mantissa.verdict.statistics import BETTER, EQUIVALENT, INCONCLUSIVE, NOT_JUDGED, WORSE, ratio_interval, steps_to
 
 STEPS = (10, 20, 30, 40)
 MARGIN = 0.003
@@ -39,11 +39,11 @@ def test_of_no_evaluation_nothing_is_reached() -> None:
     assert steps_to(2.0, (), ()) is None
 
 
-def found(*arms: Sequence[Curve], judged: bool = True, **step_s: float) -> list[Reach]:
+def found(*arms: Sequence[Curve], verdict: str = EQUIVALENT, **step_s: float) -> list[Reach]:
     """Return what arms, the first of which is the baseline, take: curves by seed; seconds of a step by ``a0``, …"""
     curves = {f"a{number}": dict(enumerate(curves)) for number, curves in enumerate(arms)}
     seconds = {label: dict.fromkeys(range(len(arms[0])), value) for label, value in step_s.items()}
-    return list(reach(curves, list(curves)[1:] if judged else [], MARGIN, 1, seconds).values())
+    return list(reach(curves, dict.fromkeys(list(curves)[1:], verdict), MARGIN, 1, seconds).values())
 
 
 BASE = [(STEPS, (4.0, 3.0, 2.0 + seed / 10, 1.0 + seed / 10)) for seed in range(3)]
@@ -69,31 +69,36 @@ def test_steps_and_time_are_ratios_to_the_baselines_own() -> None:
 GOAL = "final loss of fp32"
 FASTER = [(STEPS, (4.0, 2.0 + seed / 10, 1.0, 1.0)) for seed in range(3)]
 SINGLE: list[Curve] = [((40,), (1.0,))] * 3
+TUNED: list[Curve] = [((0, 10, 20), (0.5, 0.4, 1.0))] * 3
 NOTHING: Curve = ((), ())
 
 
 @pytest.mark.parametrize(
-    ("arms", "judged", "timed", "cells", "sentence"),
+    ("arms", "verdict", "timed", "cells", "sentence"),
     [
-        ((BASE, FASTER), True, "a0 a1", ("0.73x [0.67, 0.79]",) * 2, "To the {}: 27 % fewer steps, 27 % less time."),
+        ((BASE, FASTER), BETTER, "a0 a1", ("0.73x [0.67, 0.79]",) * 2, "To the {}: 27 % fewer steps, 27 % less time."),
         # What is not timed has steps alone.
-        ((BASE, FASTER), True, "a0", ("0.73x [0.67, 0.79]", NOT_JUDGED), "To the {}: 27 % fewer steps."),
-        ((BASE, FASTER), True, "a1", ("0.73x [0.67, 0.79]", NOT_JUDGED), "To the {}: 27 % fewer steps."),
+        ((BASE, FASTER), EQUIVALENT, "a0", ("0.73x [0.67, 0.79]", NOT_JUDGED), "To the {}: 27 % fewer steps."),
+        ((BASE, FASTER), EQUIVALENT, "a1", ("0.73x [0.67, 0.79]", NOT_JUDGED), "To the {}: 27 % fewer steps."),
         # The lucky seeds give no ratio; a run that diverged reaches nothing.
-        ((BASE, [*LATER[:2], NEVER[0]]), True, "a0 a1", ("reached in 2 of 3", ""), "The {} is reached in 2 of 3."),
-        ((BASE, [*LATER[:2], NOTHING]), True, "a0 a1", ("reached in 2 of 3", ""), "The {} is reached in 2 of 3."),
-        ((BASE, NEVER), True, "a0 a1", ("not reached", ""), "The {} is not reached."),
+        ((BASE, [*LATER[:2], NEVER[0]]), WORSE, "a0 a1", ("reached in 2 of 3", ""), "The {} is reached in 2 of 3."),
+        ((BASE, [*LATER[:2], NOTHING]), EQUIVALENT, "a0 a1", ("reached in 2 of 3", ""), "The {} is reached in 2 of 3."),
+        ((BASE, NEVER), WORSE, "a0 a1", ("not reached", ""), "The {} is not reached."),
         # Without a verdict on the loss nothing is judged, and of two curves neither.
-        ((BASE, LATER), False, "a0 a1", (NOT_JUDGED, ""), ""),
-        (([*BASE[:2], NOTHING], LATER), True, "a0 a1", (NOT_JUDGED, ""), ""),
+        ((BASE, LATER), NOT_JUDGED, "a0 a1", (NOT_JUDGED, ""), ""),
+        (([*BASE[:2], NOTHING], LATER), EQUIVALENT, "a0 a1", (NOT_JUDGED, ""), ""),
+        # Of an arm whose verdict is open, or that is worse, sets of seeds that all get there are the lucky ones.
+        ((BASE, FASTER), INCONCLUSIVE, "a0 a1", (NOT_JUDGED, ""), ""),
+        ((BASE, FASTER), WORSE, "a0 a1", (NOT_JUDGED, ""), ""),
         # What the first evaluation reaches says nothing of steps: all arms would be equal, in every digit.
-        ((SINGLE, SINGLE), True, "a0 a1", ("reached at once: evaluate more often", ""), None),
+        ((TUNED, TUNED), EQUIVALENT, "a0 a1", ("reached before training", ""), "The {} is reached before training."),
+        ((SINGLE, SINGLE), EQUIVALENT, "a0 a1", ("reached at once: evaluate more often", ""), None),
     ],
 )
 def test_what_an_arm_takes_in_words(
-    arms: Sequence[Sequence[Curve]], judged: bool, timed: str, cells: tuple[str, str], sentence: str | None
+    arms: Sequence[Sequence[Curve]], verdict: str, timed: str, cells: tuple[str, str], sentence: str | None
 ) -> None:
-    arm = found(*arms, judged=judged, **dict.fromkeys(timed.split(), 1.0))[1]
+    arm = found(*arms, verdict=verdict, **dict.fromkeys(timed.split(), 1.0))[1]
     assert reach_cells(arm, False) == cells
     assert sentence is None or reach_sentence(arm, GOAL) == sentence.format(GOAL)
 

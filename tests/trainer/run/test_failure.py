@@ -59,6 +59,7 @@ def test_the_step_and_the_command_are_recorded(
     run, failure, message = failed(Path("outputs"), *NO_CHECKPOINT)
     summary = read_object(run / "summary.json")
     assert (summary["status"], summary["step"]) == ("FAILED", 4)
+    assert summary["error"].startswith("step 3: the gradients are not finite")
     assert "warning" not in capsys.readouterr().out
     assert message.startswith(f"{failure['message']}. No checkpoint was saved.\n")
     assert message.endswith("/scripts/doctor.py resume=outputs/it")

@@ -59,6 +59,26 @@ def test_a_metric_that_does_not_exist_is_refused() -> None:
     scores("checkpoint.best=valid/top1").check_known(lambda: known)
 
 
+@pytest.mark.parametrize(
+    ("metric", "before", "after", "worse"),
+    [
+        ("valid/loss", 0.1, 0.3, "worse than before training (loss 0.1000 at step 0)"),
+        ("valid/top1", 0.3, 0.2, "worse than before training (top1 0.3000 at step 0)"),
+        ("valid/loss", 0.1, math.nan, "worse than before training (loss 0.1000 at step 0)"),
+        ("valid/loss", 0.3, 0.1, ""),
+        ("valid/loss", math.nan, 0.1, ""),
+        ("valid/loss", 0.1, None, ""),
+    ],
+)
+def test_training_counts_from_where_it_began(metric: str, before: float, after: float | None, worse: str) -> None:
+    first, copy = scores(f"checkpoint.best={metric}"), scores(f"checkpoint.best={metric}")
+    first.add_first({"loss": before, "top1": before})
+    if after is not None:
+        first.add(1, {"loss": after, "top1": after})
+    copy.load_state_dict(first.state_dict())  # as a resumed run does
+    assert copy.worse_than_before == worse
+
+
 @pytest.mark.parametrize("before", [(), ("early_stopping.patience=1",)], ids=["none", "of another metric"])
 def test_early_stopping_that_is_new_begins_to_wait(before: tuple[str, ...]) -> None:
     first, second = scores(*before), scores("early_stopping.patience=1", "early_stopping.metric=valid/top1")

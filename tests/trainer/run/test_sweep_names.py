@@ -83,10 +83,12 @@ def test_seeds_are_averaged_for_each_combination_of_the_rest() -> None:
     sweep = Sweep(read(["-m", "precision=fp32,bf16", "seed=0,1,2"]))
     results = {("fp32", 0): 4.0, ("bf16", 0): 1.0, ("fp32", 1): 2.0, ("bf16", 1): 3.0, ("fp32", 2): 9.0}
     for (precision, seed), best in results.items():
-        named = sweep.set_name(composed(), [f"precision={precision}", f"seed={seed}"])
+        overrides = [f"precision={precision}", f"seed={seed}"]
+        named = sweep.set_name(composed(*overrides), overrides)
         row = {"status": "FINISHED" if best < 9 else "KILLED", "best": {"step": 1, "value": best}, "unit": "samples"}
         row |= {"run": named[0], "units_per_s": 100 * best, "peak_memory_bytes": 2**20}
         sweep.rows.append(Row(*named, 0, row))
+    sweep.rows.append(sweep.rows[0])  # named twice: it counts once
     heading, *rows = [" ".join(line.split()) for line in sweep.table().splitlines()]
     assert heading.split()[:3] == ["precision", "seed", "best"]
     assert rows[5:7] == [

@@ -69,12 +69,13 @@ def test_the_time_of_the_first_step_says_nothing_about_the_others() -> None:
     assert lines(out)[-1].split() == ["1", "2.5000", "1.0e-03", "1.20"]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.5, 0.0, 1e-7, 0.05, 999.99996, 12345.6, 1.2e6, 1e30])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.5, 0.0, 1e-7, 0.05, 0.38, 999.99996, 12345.6, 1.2e6, 1e30])
 @pytest.mark.parametrize("unit", ["tokens", "images", "samples"])
-def test_columns_are_aligned_for_numbers_of_any_size(value: float, unit: str) -> None:
-    table, out = begun(unit=unit, recovers=True)
+@pytest.mark.parametrize("recovers", [False, True])
+def test_columns_are_aligned_for_numbers_of_any_size(value: float, unit: str, recovers: bool) -> None:
+    table, out = begun(unit=unit, recovers=recovers)  # the scale takes the place of MFU
     rate = {f"{unit}_per_s": abs(value) if math.isfinite(value) else 1.0, "step_time_s": 1.0}
-    table.progress(20, LINE | {"loss": value, "grad_norm": value, "loss_scale": value} | rate)
+    table.progress(20, LINE | {"loss": value, "grad_norm": value, "lr": 1e-3, "loss_scale": 2.0**21} | rate)
     table.row(25, dict.fromkeys(SCORES, value))
     _, heading, row = lines(out)
     ends = [found.end() for found in re.finditer(r"\S+", heading)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mlflow.utils.validation import validate_param_and_metric_name
 from sqlalchemy.engine import make_url
 
 from tests.helpers import PROJECT
@@ -21,7 +22,7 @@ from trainer.errors import UserError, first_line, redacted
 from trainer.tracking.follower import Follower
 from trainer.tracking.log import MetricLog
 from trainer.tracking.plots import _training_curve, plot_run, read_series
-from trainer.tracking.store import database_file, tracking_uri, valid_key
+from trainer.tracking.store import curve_key, database_file, tracking_uri, valid_key
 from trainer.tracking.tracked_run import TrackedRun
 
 INF, NAN = float("inf"), float("nan")
@@ -218,7 +219,7 @@ def test_the_tracking_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("tracking.upload_timeout_s=-1", "tracking.upload_timeout_s="),
         ("tracking.flush_every_s=0", "tracking.flush_every_s="),
         ("tracking.checkpoints=best", "=auto|last|all|none"),
-        ("tracking=local tracking.register=net", "tracking.register has no effect"),
+        ("tracking=local tracking.register=net", "tracking.register=net has no effect"),
         ("tracking.uri='htp://me:s3cret@host'", "=htp://***@host"),
         ("tracking.uri='me:s3cret@host'", "tracking.uri=***"),
     ],
@@ -246,8 +247,34 @@ def test_secrets_in_addresses_are_not_shown(text: str, shown: str) -> None:
 
 
 def test_keys_become_ones_that_mlflow_takes() -> None:
-    names = ("valid/top1", "data.files[0]", "a//b/../c", "../x", "/", "k" * 300)
-    assert [valid_key(name) for name in names] == ["valid/top1", "data.files_0_", "a/c", "x", "_", "k" * 250]
+    names = ("valid/top1", "a:b é", "data.files[0]", "a//b/../c", "../x", "/", "k" * 300)
+    assert [valid_key(name) for name in names] == ["valid/top1", "a:b é", "data.files_0_", "a/c", "x", "_", "k" * 250]
+    lines = ("loss", "grad_norm", "checkpoint_stall_s", "tokens_per_s", "mfu", "valid/loss", "numerics/lost")
+    assert [curve_key(name) for name in lines] == [
+        "train/loss", "train/grad_norm", "system/checkpoint_stall_s", "system/tokens_per_s", "system/mfu",
+        "valid/loss", "numerics/lost",
+    ]  # fmt: skip
+
+
+def test_names_of_metrics_that_mlflow_refuses_stay_apart_and_are_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent: list[str] = []
+    client = SimpleNamespace(log_batch=lambda run_id, metrics, **_: sent.extend(metric.key for metric in metrics))
+    follower = Follower(tmp_path, "sqlite:///", TrackedRun("e", "r", {}, {}))
+    values = {"valid/f1@5%": 0.5, "valid/f1@5$": 0.6, "valid/f1_5_": 0.7, "valid/" + "k" * 250 + "a": 1.0, "loss": 1.0}
+    for step in (1, 2):
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "time": 0.0} | values) + "\n")
+        follower._send_metrics(client, "id")  # type: ignore[arg-type]
+    assert len(set(sent)) == len(values)
+    assert sent[: len(values)] == sent[len(values) :]
+    assert {"valid/f1_5_", "train/loss"} < set(sent)
+    assert all(validate_param_and_metric_name(name) and len(name) <= 250 for name in sent)
+    assert (
+        sum("MLflow takes no metric named valid/f1@5%; there it is valid/f1_5_-" in each for each in caplog.messages)
+        == 1
+    )
 
 
 def test_series_have_a_gap_where_a_value_was_not_finite(tmp_path: Path) -> None:
