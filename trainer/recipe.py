@@ -160,8 +160,6 @@ class Recipe:
     """Factor of the optimizer's default learning rate with ``init_from``; None: it stays."""
     adapter_lr: ClassVar[float | None] = None
     """The same where only low-rank adapters are trained (``recipe.lora``)."""
-    shown_by: ClassVar[str] = "evaluate.py {run}"
-    """The command in ``scripts/`` that shows what a trained model can do; ``{run}`` becomes ``run=outputs/…``."""
 
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)
@@ -323,6 +321,10 @@ class Recipe:
         """Return a text for the end of the run, such as a sample of generated text. Runs under autocast."""
         return None
 
+    def shown_by(self, datasets: Any) -> list[str]:
+        """Return the command in ``scripts/`` that shows what a trained model can do, without ``run=``; empty: none."""
+        return ["evaluate.py"]
+
     def summary_fields(self, model: Any, datasets: Any) -> dict[str, Any]:
         """Return further facts for the start block and MLflow tags, such as ``{"size": "124M"}``."""
         return {}
@@ -333,7 +335,6 @@ class UserRecipe(Recipe):
     """``recipe=own``: a model and data that a Python program has already, see ``Recipe.of``; it has no options."""
 
     name: ClassVar[str] = "own"
-    shown_by: ClassVar[str] = ""  # what a script does needs that program
     known_sum = True  # ``check`` has warned
     model: Any = field(default=None, metadata=NO_OPTION)
     objective: Any = field(default=None, metadata=NO_OPTION)
@@ -382,6 +383,9 @@ class UserRecipe(Recipe):
         value = value.reshape(()).to(torch.promote_types(value.dtype, torch.float32))
         none = torch.zeros_like(value)
         return LossOutput(torch.where(none < count, value * count, none), {})  # the mean over no targets is NaN
+
+    def shown_by(self, datasets: Any) -> list[str]:
+        return []  # what a script does needs that program
 
     def summary_fields(self, model: Any, datasets: Any) -> dict[str, Any]:
         return {"model": type(model).__name__}

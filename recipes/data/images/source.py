@@ -43,6 +43,9 @@ class ImageDatasets(Datasets):
         augment: ImageAugment = self.train.augment  # type: ignore[attr-defined]
         return augment
 
+    def facts(self) -> dict[str, str]:
+        return super().facts() | {"classes": f"{len(self.classes):,} ({shortened(self.classes)})"}
+
     def keep(self, folder: Path) -> None:
         """Write what the weights depend on to run.json: a run that stops early exports nothing."""
         names = ("classes", "image_size", "mean", "std")
