@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from recipes.data.files import TRIED_BYTES, encoding_of, is_text, not_read, typed
 from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.documents import Text, split
+from recipes.data.text.files import TRIED_BYTES, encoding_of, is_text, not_read, typed
 from recipes.data.text.pretrained import local_path, opening
 from trainer.errors import UserError, check_choice, first_line
 

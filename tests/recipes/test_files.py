@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.data.files import encoding_of, not_read
+from recipes.data.text.files import encoding_of, not_read
 from trainer.config.command_line import remedied
 from trainer.config.compose import accepts
 

@@ -187,3 +187,5 @@ def test_where_no_image_can_be_decoded_the_start_says_so(tmp_path: Path) -> None
         file.write_bytes(b"no image")
     with pytest.raises(UserError, match="none of 3 images looked at can be decoded"):
         ImageFolder(path=str(tmp_path)).images(8)
+    images = ImageFolder(path=str(write(tmp_path, "cat/{40}.png")), on_error="skip")  # of which the few are passed over
+    assert len(images.images(8).train)

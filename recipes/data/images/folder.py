@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from mantissa.display import shortened
-from recipes.data.files import TABLES, missing, not_read, typed
 from recipes.data.images.pixels import DecodedImages
 from recipes.data.images.source import ImageDatasets, ImageSource
+from recipes.data.text.files import TABLES, missing, not_read, typed
 from trainer.config.command_line import as_typed
 from trainer.data.contract import check_no_overlap
 from trainer.errors import UserError, check_range

@@ -246,6 +246,9 @@ def check_decoded(where: str, images: Images) -> None:
             largest.append(images.largest_of_16_bits(index))
         except UserError as error:  # a damaged one is seen later
             errors.append(str(error).removesuffix(f"; {REMEDY}"))
+    if not seen and images.on_error == "skip":
+        images.decoded(0)  # others may be decoded
+        return
     if not seen:
         raise UserError(f"{where}: none of {len(errors)} images looked at can be decoded: {errors[0]}")
     if 0 < (most := max(largest)) < 2**12 and min(largest) >= 0:

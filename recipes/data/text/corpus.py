@@ -16,8 +16,8 @@ from typing import ClassVar
 import numpy as np
 
 from mantissa.display import quantity
-from recipes.data.files import TRIED_BYTES, encoding_of, is_text, missing, not_read, typed
 from recipes.data.text.documents import Text, split
+from recipes.data.text.files import TRIED_BYTES, encoding_of, is_text, missing, not_read, typed
 from recipes.data.text.pretrained import open_tokenizer
 from recipes.data.text.tokenizers import OF_TEXT, OWN_BPE
 from recipes.data.text.tokens import TextSource, TokenData, open_or_build

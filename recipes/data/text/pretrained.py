@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from recipes.data.files import TABLES
+from recipes.data.text.files import TABLES
 from recipes.data.text.tokenizers import Bytes, Characters, Tokenizer
 from trainer.errors import UserError, first_line, is_out_of_memory
 
