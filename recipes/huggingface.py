@@ -87,12 +87,12 @@ class SizedRecipe(Recipe):
             UserError: the data is no text, one of its parts is too short for a sample, or it cannot be read.
         """
         tokens, context = self._text(data).tokens(self.pretrained), self.tokens_per_sample
-        for part, array in (("training", tokens.train), ("validation", tokens.valid), ("test", tokens.test)):
-            if array is not None and len(array) < context + 1:
-                raise UserError(
-                    f"data={data.kind}: the {part} text has {len(array)} tokens, one sample needs {context + 1}",
-                    f"recipe.context={max(2, len(array) // 2)}",
-                )
+        parts = {"training": tokens.train, "validation": tokens.valid, "test": tokens.test}
+        shortest, part = min((len(array), part) for part, array in parts.items() if array is not None)
+        if shortest < context + 1:
+            remedies = [f"recipe.context={shortest // 2}"] if shortest // 2 >= self.least_context else []
+            problem = f"data={data.kind}: the {part} text has {shortest} tokens, one sample needs {context + 1}"
+            raise UserError(f"{problem}; give a longer text", *remedies)
         tokenizer, samples, about = self.sampling(tokens.tokenizer)
         known = int(self.pretrained_config().vocab_size) if self.pretrained else tokenizer.vocab_size
         if (new := tokenizer.vocab_size - known) > 0:

@@ -150,7 +150,6 @@ class LanguageRecipe(SizedRecipe):
 
     known_sum = True
     unit = "tokens"
-    shown_by = 'generate.py {run} prompt="def "'
     chunked_loss: bool | str = "auto"
     """Compute the loss in chunks: slower, but the fp32 logits never exist as a whole. auto: on a GPU, if they and
     their gradients take more than the free memory (torch 2.13 and later)."""
@@ -209,6 +208,10 @@ class LanguageRecipe(SizedRecipe):
     def exported(self, folder: Path) -> dict[str, Tensor]:
         """Return the weights that ``export`` wrote, by their names in the model."""
         return {f"{self.name}.{name}": tensor for name, tensor in super().exported(folder).items()}
+
+    def shown_by(self, datasets: TextDatasets) -> list[str]:
+        words = datasets.first_words
+        return ["generate.py", f"prompt={words}"] if words else super().shown_by(datasets)
 
     def closing_text(self, model: LanguageModel, datasets: TextDatasets, device: torch.device) -> str:
         """Show a short sample of generated text in one line: as much as fits into two seconds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -32,7 +33,6 @@ class ResNet(Recipe):
     """
 
     name: ClassVar[str] = "resnet"
-    shown_by: ClassVar[str] = "predict.py {run} path=photos"
     unit: ClassVar[str] = "images"
     mixes_images: ClassVar[bool] = True
     known_sum = True
@@ -235,6 +235,11 @@ class ResNet(Recipe):
             "upright by its EXIF orientation, on white where it is transparent; "
             "an image of that size as it is",
         }
+
+    def shown_by(self, datasets: ImageDatasets) -> list[str]:
+        """Return the command that classifies a validation image, where that is a file."""
+        files = getattr(datasets.valid, "files", None)
+        return super().shown_by(datasets) if files is None else ["predict.py", f"path={os.fsdecode(files[0])}"]
 
     def summary_fields(self, model: nn.Module, datasets: ImageDatasets) -> dict[str, Any]:
         """Return the architecture as the size, with what it was built for."""

@@ -109,7 +109,6 @@ class T5(SizedRecipe):
     cpu_sizes = Sizes(steps=500, batch_size=32, micro_batch_size=32)  # a minute or two
     gpu_sizes = Sizes(steps=2000, batch_size=32, micro_batch_size=32)  # a quarter of the published batch
     masks_attention = True
-    shown_by = 'generate.py {run} prompt="def <extra_id_0>:"'
     least_context = 16
     size: str = "auto"
     """nano, small or base; auto: nano on a CPU, small on a GPU."""
@@ -117,6 +116,9 @@ class T5(SizedRecipe):
     """Maximum length of the encoder's input, in tokens; auto: the published 512, fewer in nano."""
     dropout: float = 0.1
     """Dropout probability in training."""
+
+    def shown_by(self, datasets: TextDatasets) -> list[str]:
+        return ["generate.py", f"prompt={datasets.first_words} <extra_id_0>"]
 
     def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[np.ndarray], Dataset], str]:
         context = self.tokens_per_sample

@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
+import numpy as np
 import torch
 from safetensors.torch import save_model
 from torch import Tensor, nn
@@ -150,7 +151,7 @@ class Recipe:
     mixes_images: ClassVar[bool] = False
     """Whether the loss carries out ``augment.mixup`` and ``cutmix``; otherwise they are refused."""
     known_sum: ClassVar[bool] = False
-    """Whether a test holds that the loss is a sum; else the start compares that of two samples with theirs. A subclass
+    """Whether a test holds that the loss is a sum; else the start compares that of some samples with theirs. A subclass
     with a loss of its own says it anew."""
     architecture: ClassVar[tuple[str, ...]] = ()
     """Fields that the names and shapes of the weights depend on: with ``init_from`` they are those of that run."""
@@ -161,8 +162,6 @@ class Recipe:
     """Factor of the optimizer's default learning rate with ``init_from``; None: it stays."""
     adapter_lr: ClassVar[float | None] = None
     """The same where only low-rank adapters are trained (``recipe.lora``)."""
-    shown_by: ClassVar[str] = "evaluate.py {run}"
-    """The command in ``scripts/`` that shows what a trained model can do; ``{run}`` becomes ``run=outputs/…``."""
 
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)
@@ -203,7 +202,8 @@ class Recipe:
             collate_fn: as of torch's DataLoader.
 
         Raises:
-            UserError: data that cannot be batched, or a 16-bit model. A loss that is no mean is warned of.
+            UserError: data that cannot be batched, a sample with NaN or infinity (eight are looked at), or a 16-bit
+                model. A loss that is no mean is warned of.
         """
         train, valid = UserDataset(train_dataset, collate_fn), UserDataset(valid_dataset, collate_fn)
         test = None if test_dataset is None else UserDataset(test_dataset, collate_fn)
@@ -321,6 +321,10 @@ class Recipe:
         """Return a text for the end of the run, such as a sample of generated text. Runs under autocast."""
         return None
 
+    def shown_by(self, datasets: Any) -> list[str]:
+        """Return the command in ``scripts/`` that shows what a trained model can do, without ``run=``; empty: none."""
+        return ["evaluate.py"]
+
     def summary_fields(self, model: Any, datasets: Any) -> dict[str, Any]:
         """Return further facts for the start block and MLflow tags, such as ``{"size": "124M"}``."""
         return {}
@@ -331,7 +335,6 @@ class UserRecipe(Recipe):
     """``recipe=own``: a model and data that a Python program has already, see ``Recipe.of``; it has no options."""
 
     name: ClassVar[str] = "own"
-    shown_by: ClassVar[str] = ""  # what a script does needs that program
     known_sum = True  # ``check`` has warned
     model: Any = field(default=None, metadata=NO_OPTION)
     objective: Any = field(default=None, metadata=NO_OPTION)
@@ -381,47 +384,76 @@ class UserRecipe(Recipe):
         none = torch.zeros_like(value)
         return LossOutput(torch.where(none < count, value * count, none), {})  # the mean over no targets is NaN
 
+    def shown_by(self, datasets: Any) -> list[str]:
+        return []  # what a script does needs that program
+
     def summary_fields(self, model: Any, datasets: Any) -> dict[str, Any]:
         return {"model": type(model).__name__}
 
     def check(self) -> None:
-        """Refuse 16-bit weights, and warn where the summed loss of two samples is not the sum of theirs.
+        """Look at some samples: refuse those that are not finite, and warn where their summed loss is not a sum.
 
         Raises:
-            UserError: a weight has 16 bits.
+            UserError: a weight has 16 bits, or a sample has NaN or infinity, and so has its loss.
         """
         model = self.model if isinstance(self.model, nn.Module) else self.model()
         if half := [name for name, each in model.named_parameters() if each.dtype in (torch.float16, torch.bfloat16)]:
             raise UserError(f"{half[0]} has 16 bits: give the model in fp32, model.float(), and choose with precision=")
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        found = losses_of_two(self, model, self.train, device)
-        if found and not math.isclose(*found[:2], rel_tol=1e-3, abs_tol=1e-6):
+        found, of_valid = (losses_of_some(self, model, data, device) for data in (self.train, self.valid))
+        for data, losses in ((self.train, found), (self.valid, of_valid)):
+            for index, loss in losses.alone.items() if losses else ():
+                if not math.isfinite(loss) and (why := data.not_finite(index)):
+                    raise UserError(f"{data.name}: sample {index} has {why}, so its loss is {loss}")
+        if found and not math.isclose(found.together, found.total, rel_tol=1e-3, abs_tol=1e-6):
+            empty = [index for index, loss in found.alone.items() if math.isnan(loss) and self.train.is_ignored(index)]
+            if not empty and not math.isfinite(found.total):
+                return
+            about = f" (sample {empty[0]} has no target)" if empty else ""
             warnings.warn(
-                f"the summed loss of two samples is {found[0]:.5g} in one batch and {found[1]:.5g} one by one, so the "
-                "gradient depends on micro_batch_size: return the mean over the batch, or a LossOutput with sums; for "
-                "a mean over tokens, count them with targets=",
+                f"the summed loss of {len(found.alone)} samples is {found.together:.5g} in one batch and "
+                f"{found.total:.5g} one by one{about}, so the gradient depends on micro_batch_size: return the mean "
+                "over the batch, or a LossOutput with sums; for a mean over tokens, count them with targets=",
                 stacklevel=3,
             )
 
 
-@torch.no_grad()
-def losses_of_two(recipe: Recipe, model: Any, data: Dataset, device: torch.device) -> tuple[float, ...] | None:
-    """Return the loss of two samples in one batch, and one by one: their sum and their mean over the targets.
+class Losses(NamedTuple):
+    """The summed losses of some samples."""
 
-    None where these say nothing: the loss is random or not finite, targets are no sum, or the model takes no single
-    sample. The model is in evaluation mode; it and the generators stay as they are.
+    together: float
+    """In one batch."""
+    alone: dict[int, float]
+    """One by one, by the number of the sample."""
+    mean: float
+    """Of these, over the targets of all."""
+
+    @property
+    def total(self) -> float:
+        """Their sum, one by one."""
+        return sum(self.alone.values())
+
+
+@torch.no_grad()
+def losses_of_some(recipe: Recipe, model: Any, data: Dataset, device: torch.device, most: int = 8) -> Losses | None:
+    """Return the loss of samples from ``most`` random places, always the same, in one batch and one by one.
+
+    None where these say nothing: the loss is random, targets are no sum, or the model takes no single sample. The model
+    is in evaluation mode; it and the generators stay as they are.
     """
-    if len(data) < 2:
+    places = np.random.default_rng(0).choice(len(data), min(most, len(data)), replace=False)
+    if len(places) < 2:
         return None
     generators, modes = random_state(device), {module: module.training for module in model.modules()}
     model.eval()
     try:
-        samples = data.batch([SampleId(index, 0) for index in (0, len(data) // 2)])
+        samples = data.batch([SampleId(index, 0) for index in places.tolist()])
         set_random_state(generators, device)  # some data are augmented with them
-        parts = [{name: tensor[rows] for name, tensor in samples.items()} for rows in (slice(2), slice(1), slice(1, 2))]
-        targets, one, other = map(recipe.count_targets, parts)
+        rows = [slice(len(places)), *(slice(row, row + 1) for row in range(len(places)))]
+        parts = [{name: tensor[some] for name, tensor in samples.items()} for some in rows]
+        targets, *of_each = map(recipe.count_targets, parts)
         on_device = ({name: tensor.to(device) for name, tensor in part.items()} for part in parts)
-        both, *alone = [recipe.loss(model, part).loss_sum.item() for part in on_device]
+        together, *alone = [recipe.loss(model, part).loss_sum.item() for part in on_device]
         drawn = any(not torch.equal(state, generators[name]) for name, state in random_state(device).items())
     except UserError:
         raise
@@ -431,6 +463,7 @@ def losses_of_two(recipe: Recipe, model: Any, data: Dataset, device: torch.devic
         for module, mode in modes.items():
             module.training = mode
         set_random_state(generators, device)
-    if not 0 < targets == one + other or drawn or not math.isfinite(both + sum(alone)):
+    if not 0 < targets == sum(of_each) or drawn:
         return None
-    return both, sum(alone), (one * alone[0] + other * alone[1]) / targets
+    by_place = dict(zip(places.tolist(), alone, strict=True))
+    return Losses(together, by_place, sum(count * loss for count, loss in zip(of_each, alone, strict=True)) / targets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -29,7 +30,9 @@ from trainer.optim.state import training_state
 from trainer.optim.update import Update
 from trainer.parallel.world import World
 from trainer.precision.kernels import convolves
-from trainer.recipe import Decision, LossOutput, UserRecipe, losses_of_two
+from trainer.recipe import Decision, LossOutput, UserRecipe, losses_of_some
+
+log = logging.getLogger("mantissa")
 
 if TYPE_CHECKING:
     from trainer.checkpoint.reader import CheckpointReader
@@ -126,6 +129,7 @@ class Trainer:
         self.step = 0
         """Optimizer steps done."""
         self._validation: Evaluation | None = None
+        self._lacked_targets = False
         self.model.train()
 
     @classmethod
@@ -211,19 +215,23 @@ class Trainer:
         """Refuse a recipe whose loss is a mean, which training would divide once more. Every rank has to call it.
 
         Raises:
-            UserError: the loss of two samples is the mean of theirs.
+            UserError: the loss of some samples is the mean of theirs.
         """
         if self.plan.batching.micro_batch_size == 1 or self.recipe.known_sum:
             return
         benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False  # as in ``observe``
         with torch.compiler.set_stance("force_eager"), self.config.precision.autocast(self.device):
-            losses = losses_of_two(self.recipe, self.model, self.datasets.train, self.device)
+            most = min(8, self.plan.batching.micro_batch_size)
+            losses = losses_of_some(self.recipe, self.model, self.datasets.train, self.device, most)
         torch.backends.cudnn.benchmark = benchmark
-        both, total, mean = losses or (0.0, 0.0, 0.0)
-        means = [value for value in (total / 2, mean) if abs(value) < 0.9 * abs(total)]  # else it may be the sum, too
-        if any(math.isclose(both, value, rel_tol=0.01) for value in means):  # of 16-bit numbers, too
+        if losses is None or not math.isfinite(losses.together + losses.total):
+            return
+        averages = losses.total / len(losses.alone), losses.mean
+        means = [value for value in averages if abs(value) < 0.9 * abs(losses.total)]  # else it may be the sum, too
+        if any(math.isclose(losses.together, value, rel_tol=0.01) for value in means):  # of 16-bit numbers, too
             raise UserError(
-                f"recipe={self.recipe.name}: the loss of two samples is {both:.5g}, the mean of theirs, but loss_sum "
+                f"recipe={self.recipe.name}: the loss of {len(losses.alone)} samples is {losses.together:.5g}, the "
+                "mean of theirs, but loss_sum "
                 'must be their sum: training divides it by count_targets; compute it with reduction="sum"',
                 shared=True,
             )
@@ -278,6 +286,10 @@ class Trainer:
         """
         # One number normalises all microbatches of all ranks.
         targets, units = self.world.all_reduce_sums(*self.count(microbatches))
+        if not targets and not self._lacked_targets and self.world.is_main:
+            self._lacked_targets = True
+            message = "step %d has no targets: nothing is learnt from it, and a loss that is their mean is nan"
+            log.warning(message, self.step + 1)
         divisor, correction = self.config.precision.loss_divisor(max(1, targets))
         loss: Tensor | None = None
         for number, microbatch in enumerate(microbatches, 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,10 +19,12 @@ from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.documents import Text, split
+from recipes.data.text.files import TRIED_BYTES, encoding_of, is_text, not_read, typed
 from recipes.data.text.pretrained import local_path, opening
 from trainer.errors import UserError, check_choice, first_line
 
 BUILDERS = {
+    ".arrow": "arrow",
     ".parquet": "parquet",
     ".json": "json",
     ".jsonl": "json",
@@ -41,8 +44,8 @@ class Hub(TokenizedText, ImageSource):
 
     kind: ClassVar[str] = "hub"
     name: str = ""
-    """A hub id such as ``roneneldan/TinyStories``, perhaps with ``@`` and a revision; a folder; or a parquet, JSON, CSV
-    or text file."""
+    """A hub id such as ``roneneldan/TinyStories``, perhaps with ``@`` and a revision; a folder; or a parquet, Arrow,
+    JSON, CSV or text file."""
     subset: str | None = None
     """Configuration of the dataset, if it has several."""
     train_split: str = "train"
@@ -94,9 +97,13 @@ class Hub(TokenizedText, ImageSource):
             UserError: no such dataset, split or column; fewer than two classes; an image without a label.
         """
         train, valid = self._split("train_split", self.train_split), self._valid_split()
+        self._image_column(train)
         label = self._column(train, "label_column", _is_class if self.label_column is None else _may_be_class)
         names = getattr(train.features[label], "names", None)
-        classes = names or [str(value) for value in sorted(set(train.unique(label)) - {None})]
+        classes = names or [str(value) for value in sorted(filter(_is_value, train.unique(label)))]
+        if not names and 1 < len(classes) > len(train) / 2:
+            values = f"{len(classes):,} values in {len(train):,} rows"
+            raise UserError(f"data.label_column={label} has {values}, which are no classes", *_label_columns(train))
         labels = self._labels("train_split", self.train_split, label, classes)
         parts, origin = {"training": self._images(train, labels)}, f"the dataset's split {valid}"
         if valid is None:
@@ -165,10 +172,15 @@ class Hub(TokenizedText, ImageSource):
         name = self._column(dataset, "text_column", _is_text)
         return name, dataset.select_columns([name])
 
+    def _image_column(self, dataset: Any) -> str:
+        from datasets import Image
+
+        return self._column(dataset, "image_column", lambda feature: isinstance(feature, Image))
+
     def _images(self, dataset: Any, labels: np.ndarray, rows: np.ndarray | None = None) -> HubImages:
         from datasets import Image
 
-        name = self._column(dataset, "image_column", lambda feature: isinstance(feature, Image))
+        name = self._image_column(dataset)
         encoded = dataset.select_columns([name]).cast_column(name, Image(decode=False))
         rows = np.arange(len(labels)) if rows is None else rows
         return HubImages(f"data.name={self.name}", encoded, name, labels, rows, self.on_error)
@@ -176,11 +188,12 @@ class Hub(TokenizedText, ImageSource):
     def _local_path(self) -> Path | None:
         """Return the file or folder that ``name`` means, or None for a hub id."""
         path = local_path(self.name, f"data.name={self.name}", "give a hub id, or one that exists")
-        if path and path.is_file() and path.suffix not in BUILDERS:
-            raise UserError(
-                f"data.name={self.name}: the name of a file must end with {', '.join(BUILDERS)}; "
-                f"unpack what is compressed; any other file of text opens with data=text data.path={self.name}"
-            )
+        if path and path.is_file() and path.suffix.lower() not in BUILDERS:
+            if error := not_read(f"data.name={self.name}", path, *BUILDERS):
+                raise error
+            problem = f"data.name={self.name}: the name of a file must end with {', '.join(BUILDERS)}"
+            remedies = [f"data=text {typed('data.path', self.name)}"] if is_text(path) else []
+            raise UserError(problem, *remedies, mistake=typed("data.name", self.name))
         return path
 
     @cached_property
@@ -195,14 +208,14 @@ class Hub(TokenizedText, ImageSource):
 
         path = self._local_path()
         file = path if path and path.is_file() else None
-        table = table_options(file) if file and BUILDERS[file.suffix] == "csv" else {}
+        table = table_options(file) if file and BUILDERS[file.suffix.lower()] == "csv" else {}
         if table and self.text_column:
             table["converters"] = {self.text_column: str}  # else its type is that of the first rows
-        remedy = "data=text opens text, data=imagefolder photos; data=python_docs and data=digits need no network"
+        remedy = "repair it" if path else "data=python_docs and data=digits need no network"
         before = datasets.config.HF_HUB_OFFLINE
         with opening(self.name, f"data.name={self.name}", "cannot be opened", remedy) as place:
             arguments: dict[str, Any] = {
-                "path": BUILDERS[file.suffix] if file else place["pretrained_model_name_or_path"],
+                "path": BUILDERS[file.suffix.lower()] if file else place["pretrained_model_name_or_path"],
                 "name": self.subset,
                 "data_files": file and str(file),
                 "cache_dir": str(self.cache_folder / "datasets") if path else None,
@@ -215,17 +228,21 @@ class Hub(TokenizedText, ImageSource):
                 if builder.info.builder_name == "text":  # a file is a document, where the default makes every line one
                     builder = datasets.load_dataset_builder(**arguments, sample_by="document")
                 builder.download_and_prepare()
+                if not builder.info.dataset_size:
+                    raise UserError(f"data.name={self.name} has no rows")
                 splits: Mapping[str, Any] = builder.as_dataset()
             except (datasets.exceptions.DatasetGenerationError, UnicodeDecodeError) as error:
                 cause = error.__cause__ or error
                 if file and isinstance(cause, UnicodeDecodeError):
-                    names = shlex.join(["iconv", "-f", "cp1252", "-t", "utf-8", str(file), "-o", f"utf8-{file.name}"])
-                    why = f"it is not UTF-8; write it anew, if it is cp1252, with: {names}"
-                    raise UserError(f"data.name={self.name} cannot be opened: {why}") from error
+                    raise _not_utf8(f"data.name={self.name}", file) from error
+                if file and not file.stat().st_size:
+                    raise UserError(f"data.name={self.name}: the file is empty") from error
                 if table and isinstance(cause, ArrowInvalid) and not self.text_column:
                     why = f"a column has text after thousands of rows without any ({first_line(cause)})"
                     raise UserError(f"data.name={self.name}: {why}; name the text's: data.text_column=…") from error
                 raise cause from None
+            except FileNotFoundError as error:
+                raise (path and not_read(f"data.name={self.name}", path, *BUILDERS)) or error from None
             finally:
                 datasets.config.HF_HUB_OFFLINE = before
         return splits
@@ -237,7 +254,8 @@ class Hub(TokenizedText, ImageSource):
             UserError: it is not there, it is empty, or it is the test split with another role.
         """
         if choice not in self._splits:
-            raise UserError(f"data.{key}={choice}: {self.name} has the splits {', '.join(self._splits)}")
+            problem = f"data.{key}={choice}: {self.name} has the splits {', '.join(self._splits)}"
+            raise UserError(problem, *(f"data.{key}={name}" for name in self._splits))
         if not len(self._splits[choice]):
             raise UserError(f"data.{key}={choice}: this split of {self.name} has no rows")
         if key != "test" and choice == self.test:
@@ -253,7 +271,8 @@ class Hub(TokenizedText, ImageSource):
         """
         choice: str | None = getattr(self, key)
         features = dataset.features
-        fitting = [name for name, feature in features.items() if fits(feature)]
+        # Those with underscores are of webdataset itself: a sample's number and its file.
+        fitting = [name for name, feature in features.items() if fits(feature) and not name.startswith("__")]
         if choice and choice in fitting:
             return choice
         kind = key.removesuffix("_column")
@@ -268,15 +287,28 @@ class Hub(TokenizedText, ImageSource):
             return fitting[0]
         are = "column is" if len(fitting) == 1 else "columns are"
         wrong = f"{len(fitting) or 'no'} {are}" if choice is None else f"{choice} is not a column"
-        parts, remedies = [f"data.name={self.name}: {wrong} of type {kind}"], list[str]()
+        parts = [f"data.name={self.name}: {wrong} of type {kind}"]
+        remedies = [typed(f"data.{key}", name) for name in fitting]
+        if kind == "label" and not fitting:
+            remedies = _label_columns(dataset)
         if is_nested or not fitting:
+            for name in types:
+                if dataset.data.column(name).null_count == len(dataset):
+                    types[name] = "empty"
             parts.append("its columns are " + ", ".join(f"{name} ({str(dtype)[:60]})" for name, dtype in types.items()))
-            remedies.append(f'give a file with {{"{kind}": …}} in rows')
-        if fitting:
-            remedies.append(f"set data.{key}={'|'.join(fitting)}")
-        parts.append(", or ".join(remedies))
+        path = self._local_path()
+        if not remedies and path and (error := not_read(f"data.name={self.name}", path, *BUILDERS, ".tar")):
+            raise error
+        if kind == "text" and len(fitting) > 1:
+            parts.append("a model is trained on one: write them as one text in a column of its own")
+        elif kind == "image":
+            parts.append("name a folder of images with a metadata.csv that has the columns file_name and label")
+        elif kind == "label":
+            parts.append("an image has one label, a word or a number, in a column of its own")
+        elif not fitting or is_nested:
+            parts.append(f'give a file with {{"{kind}": …}} in rows')
         parts += [f"{name} has texts in lists: write them as one text, in a column of its own" for name in lists]
-        raise UserError("; ".join(parts))
+        raise UserError("; ".join(parts), *remedies)
 
     def _labels(self, key: str, choice: str, label: str, classes: list[str]) -> np.ndarray:
         """Return the labels of a split as int64 indices into ``classes``. Raises UserError for a row that has none."""
@@ -289,11 +321,24 @@ class Hub(TokenizedText, ImageSource):
         numbers = np.array([known.get(str(value), -1) for value in values], dtype=np.int64)
         if (numbers < 0).any():
             row = int(numbers.argmin())
-            raise UserError(
-                f"data.{key}={choice}: row {row} has the label {values[row]!r}, none of the {len(classes)} classes; "
-                "name a split that has labels, or data.valid_split=train for a part of the training split"
+            problem = (
+                f"data.{key}={choice}: row {row} has the label {values[row]!r}, none of the {len(classes)} classes"
             )
+            if key == "train_split":
+                raise UserError(f"{problem}; leave such rows out, or name another column of labels")
+            remedies = [f"data.valid_split={self.train_split}"] if key == "valid_split" else [""]
+            raise UserError(f"{problem}; name a split that has labels", *remedies, mistake=f"data.{key}={choice}")
         return numbers
+
+
+def _not_utf8(given: str, file: Path) -> UserError:
+    """Return the error of a file that is not UTF-8."""
+    with file.open("rb") as opened:
+        encoding = encoding_of(opened.read(TRIED_BYTES))
+    if encoding is None:
+        return UserError(f"{given} cannot be opened: it is not text")
+    command = shlex.join(["iconv", "-f", encoding, "-t", "utf-8", str(file), "-o", f"utf8-{file.name}"])
+    return UserError(f"{given} cannot be opened: it is not UTF-8; write it anew, as it is {encoding}, with: {command}")
 
 
 def table_options(path: Path) -> dict[str, Any]:
@@ -340,6 +385,17 @@ def _is_number(text: str) -> bool:
 
 def _is_class(feature: Any) -> bool:
     return type(feature).__name__ == "ClassLabel"
+
+
+def _is_value(label: Any) -> bool:
+    return label is not None and (not isinstance(label, float) or math.isfinite(label))
+
+
+def _label_columns(dataset: Any) -> list[str]:
+    """Return the overrides that name a column whose values repeat, so that they may be classes."""
+    names = [name for name, feature in dataset.features.items() if _may_be_class(feature) and not name.startswith("__")]
+    counts = {name: len(dataset.unique(name)) for name in names}
+    return [typed("data.label_column", name) for name, count in counts.items() if 2 <= count <= len(dataset) / 2]
 
 
 def _may_be_class(feature: Any) -> bool:

@@ -105,6 +105,7 @@ recipe=gpt2 data=text data.path=notes.txt | recipe.context=4096 | - | recipe.con
 recipe=gpt2 | data=notes.txt | write data=text data.path=…, data=imagefolder data.path=… or data
 recipe=gpt2 | data=text 'data.path=mein Ordner ü' | data.path=mein Ordner ü: there is no such | data=python_docs
 recipe=gpt2 | data=text data.path=docs.jsonl | is a file of rows | data=hub data.name=docs.jsonl
+recipe=gpt2 data=hub data.name=docs.jsonl | data.text_column=text,b | in a column of its own | data.text_column=text
 recipe=gpt2 | data=hub data.name=LICENSE | - | data=text data.path=LICENSE
 # earlier runs, and where a run goes
 recipe=gpt2 data=text data.path=notes.txt | init_from=empty | init_from=empty cannot be opened as a gpt2

@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "one class to train": (("train/cat/{5}.png", "val/" + PET), f"PATH/train has the folder cat, {NO_CLASSES}"),
     "packed": (("set/" + PET,), f"PATH has the folder set, {NO_CLASSES}; set data.path=PATH/set"),
     "packed, with what does not fit": (("set/{train,dev}/" + PET,), f"PATH has the folder set, {NO_CLASSES}"),
-    "no images": (("{cat,dog}/{5}.npy",), "PATH/cat has files (5 .npy), and no images (.jpg, "),
+    "no images": (("{cat,dog}/{5}.md",), "PATH/cat has files (5 .md), and no images (.jpg, "),
     "an empty class": ((PET, "fox/.keep"), "PATH/fox has nothing in it, and no images (.jpg, "),
     "classes in classes": (
         ("{amazon,dslr}/{bike,mug}/{2}.png",),
@@ -222,3 +222,38 @@ def test_images_on_both_sides_and_classes_that_may_be_one_are_warned_of(
         described(tmp_path / "names")
     for words in ("val/cat/x.png is ", "test/cat/y.png is ", "differ from Cat in case"):
         assert words in caplog.text
+
+
+def test_labels_in_a_table_are_opened_by_another_choice(tmp_path: Path) -> None:
+    write(tmp_path, "{5}.png", "metadata.csv")
+    with pytest.raises(UserError) as refused:
+        ImageFolder(path=str(tmp_path)).images(8)
+    assert refused.value.remedies == (f"data=hub data.name={tmp_path}",)
+
+
+def test_a_link_to_a_folder_around_it_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "{cat,dog}/{4}.png")
+    (tmp_path / "cat/others").symlink_to("../dog")
+    assert len(ImageFolder(path=str(tmp_path)).images(8).train) == 10
+    (tmp_path / "dog/up").symlink_to("..")  # by which each class would have the images of the other
+    with pytest.raises(UserError, match="which it lies in"):
+        ImageFolder(path=str(tmp_path)).images(8)
+
+
+@pytest.mark.parametrize(
+    ("classes", "copied", "message"),
+    [
+        ("{cat,dog}", False, ""),
+        ("{cat,dog}", True, "are in several classes"),
+        ("{cat,dog,cat_dog}", False, "the class cat_dog is made of others (cat, dog)"),
+        ("{hot dog,cat}", False, ""),
+    ],
+)
+def test_several_labels_of_an_image_are_warned_of(
+    classes: str, copied: bool, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, f"{classes}/{{4}}.png")
+    if copied:
+        (tmp_path / "dog/1.png").write_bytes((tmp_path / "cat/3.png").read_bytes())
+    ImageFolder(path=str(tmp_path)).images(8)
+    assert (message in caplog.text) if message else ("label" not in caplog.text)

@@ -3,6 +3,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from PIL import Image
 
 from recipes.data.hub import Hub, are_lines, table_options
 from recipes.data.images.augment import View
+from recipes.data.images.folder import ImageFolder
 from recipes.data.images.pixels import square
 from recipes.data.text.tokens import TokenData
 from tests.recipes.test_folders import write
@@ -280,7 +283,12 @@ READ: dict[str, tuple[str, str, dict[str, str], int]] = {
     "gaps": ("a.csv", "id,text\n" + "1,a tale\n2,NA\n3,\n" * 9, {}, 54),
 }
 REFUSED: dict[str, tuple[str, str | bytes, dict[str, str], tuple[str, ...]]] = {
-    "two columns": ("a.jsonl", rows(*[{"title": "t", "body": "b"}] * 9), {}, ("data.text_column=title|body",)),
+    "two columns": (
+        "a.jsonl",
+        rows(*[{"title": "t", "body": "b"}] * 9),
+        {},
+        ("data.text_column=title or data.text_column=body", "one text in a column of its own"),
+    ),
     "no text": ("a.csv", "text,label\n1,2\n3,4\n", {}, ("text (int64), label (int64)", '{"text": …}')),
     "lists": ("a.jsonl", rows({"text": ["a"]}), {}, ("text (List",)),
     "below a key": ("a.json", json.dumps({"version": "1", "data": STANZAS}), {}, ("data (List", "text_column=version")),
@@ -291,8 +299,11 @@ REFUSED: dict[str, tuple[str, str | bytes, dict[str, str], tuple[str, ...]]] = {
     "text that comes late": ("a.csv", LATE, {}, ("data.text_column=…",)),
     "not UTF-8": ("a b.csv", b"text\ncaf\xe9\n", {}, ("iconv -f cp1252 -t utf-8", "/a b.csv' -o 'utf8-a b.csv'")),
     "no JSON": ("a.json", b"{not json", {}, ("cannot be opened",)),
+    "no rows": ("a.csv", "text,label\n", {}, ("no rows",)),
+    "nothing": ("a.csv", "", {}, ("empty",)),
+    "UTF-16": ("a.csv", "text\na tale\n".encode("utf-16"), {}, ("iconv -f utf-16 -t utf-8",)),
     "no parquet": ("a.parquet", b"not parquet", {}, ("cannot be opened",)),
-    "compressed": ("a.jsonl.zst", b"\x1f\x8b", {}, ("unpack what is compressed",)),
+    "compressed": ("a.jsonl.zst", b"\x1f\x8b", {}, ("unpack it: zstd -d",)),
 }
 
 
@@ -319,5 +330,47 @@ def test_what_has_no_one_column_of_text_is_named(case: str, tmp_path: Path) -> N
 def test_columns_of_images_and_labels_that_do_not_fit_are_named(stories: Path, parquet: Path) -> None:
     with pytest.raises(UserError, match="no columns are of type image"):
         Hub(name=str(stories), label_column="id").images(8)
-    with pytest.raises(UserError, match="no columns are of type label"):
+    with pytest.raises(UserError, match="no columns are of type label") as refused:
         Hub(name=str(parquet)).images(8)
+    assert refused.value.remedies == ("data.label_column=animal",)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([0.5, math.nan] * 10, "row 1 has the label nan"),
+        ([None, "a"] * 10, "row 0 has the label None"),
+        (list(range(20)), "20 values in 20 rows, which are no classes"),
+        ([["a", "b"]] * 20, "an image has one label"),
+    ],
+)
+def test_labels_that_are_no_classes_are_refused(labels: list[Any], message: str, parquet: Path) -> None:
+    from datasets import Dataset
+
+    file = parquet.with_name("labelled.parquet")
+    Dataset.from_parquet(str(parquet)).add_column("label", labels).to_parquet(file)
+    with pytest.raises(UserError, match=message):
+        Hub(name=str(file), label_column="label").images(8)
+
+
+def test_shards_of_webdataset_are_named_with_what_opens_them(tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for shard in range(2):
+        with tarfile.open(folder / f"{shard}.tar", "w") as archive:
+            for number in range(shard * 20, shard * 20 + 20):
+                content = io.BytesIO()
+                picture(number).save(content, "PNG")
+                for suffix, part in (("png", content.getvalue()), ("cls", str(number % 2).encode())):
+                    member = tarfile.TarInfo(f"{number}.{suffix}")
+                    member.size = len(part)
+                    archive.addfile(member, io.BytesIO(part))
+    opens = f"data=hub data.name={folder} data.label_column=cls"
+    for refused in (lambda: Hub(name=f"{folder}/0.tar"), lambda: ImageFolder(path=str(folder)).images(8)):
+        with pytest.raises(UserError, match="a shard of webdataset") as error:
+            refused()
+        assert error.value.remedies == (opens,)
+    with pytest.raises(UserError) as unnamed:
+        Hub(name=str(folder)).images(8)
+    assert unnamed.value.remedies == ("data.label_column=cls",)
+    assert len(Hub(name=str(folder), label_column="cls").images(8).train) == 36

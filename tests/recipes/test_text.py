@@ -14,8 +14,8 @@ from recipes.data.text import tokens as token_store
 from recipes.data.text.corpus import PythonDocs, TextFiles
 from recipes.data.text.documents import Text, split
 from recipes.data.text.pretrained import Pretrained
-from recipes.data.text.tokenizers import BytePairs
-from recipes.data.text.tokens import TokenData, Windows
+from recipes.data.text.tokenizers import BytePairs, Bytes
+from recipes.data.text.tokens import TextDatasets, TokenData, Windows
 from trainer.errors import UserError
 
 LINES = [f"def function_{i}(x):\n    return x * {i * i}  # naïve, 日本\n\n\n" for i in range(400)]
@@ -323,3 +323,37 @@ def test_a_hub_tokenizer_while_offline(file: Path, monkeypatch: pytest.MonkeyPat
     for name in ("./nowhere", "/no/such/tokenizer", "a/b/c"):
         with pytest.raises(UserError, match=f"data.tokenizer={name}"):
             TextFiles(path=str(file), tokenizer=name).tokens(None)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("d me.\n\n  The first words are a prompt.\nMore.\n", "The first words"),
+        ("def f(x):\n", "def f(x):"),
+        ("Öl\n\n", "Öl"),
+        ("a" * 99, "a" * 30),
+        ("\n", ""),
+    ],
+)
+def test_a_prompt_begins_as_the_text_does(text: str, words: str) -> None:
+    tokens = np.frombuffer(text.encode(), np.uint8)
+    data = TokenData(tokens, tokens, Bytes(), "")
+    datasets = TextDatasets([], [], "", tokens=data, tokenizer=data.tokenizer, vocabulary=256)  # type: ignore[arg-type]
+    assert datasets.first_words == words
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16"])
+def test_the_encoding_that_would_do_is_named(encoding: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Größe und Länge\n" * 99, encoding=encoding)
+    with pytest.raises(UserError) as refused:
+        TextFiles(path=str(tmp_path), tokenizer="bytes").tokens(None)
+    assert refused.value.remedies == (f"data.encoding={encoding}",)
+    TextFiles(path=str(tmp_path), tokenizer="bytes", encoding=encoding).tokens(None)
+
+
+def test_a_pattern_that_would_do_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text("<p>words</p>\n" * 99)
+    (tmp_path / "b.dat").write_bytes(bytes(99))
+    with pytest.raises(UserError) as refused:
+        TextFiles(path=str(tmp_path)).tokens(None)
+    assert refused.value.remedies == ("data.pattern='*.html'",)

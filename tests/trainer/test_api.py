@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import json
+import math
 import os
 import random
 import signal
@@ -52,6 +53,10 @@ def net() -> nn.Module:
 
 def mean(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def over_tokens(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
 def own(loss: Callable[..., Any] = mean, data: Any = None, model: Any = None, **more: Any) -> Recipe:
@@ -228,13 +233,10 @@ def test_a_mean_over_other_targets_than_samples_is_weighted_by_their_number() ->
         y[sample, sample % 5 :] = -100  # some have no targets
     data, model = TensorDataset(x, y), nn.Linear(6, 2).double()
 
-    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
-
     with pytest.warns(UserWarning, match="depends on micro_batch_size"):
-        own(loss, data, model)
+        own(over_tokens, data, model)
     recipe = own(
-        loss,
+        over_tokens,
         DataLoader(data, 12, collate_fn=lambda rows: list(map(torch.stack, zip(*rows, strict=True)))),
         model,
         targets=lambda batch: (batch[1] != -100).sum(),
@@ -259,6 +261,33 @@ def test_a_mean_over_other_targets_than_samples_is_weighted_by_their_number() ->
 def test_a_loss_that_is_no_mean_is_warned_of(loss: Callable[[Any, Any], Any]) -> None:
     with pytest.warns(UserWarning, match="depends on micro_batch_size"):
         own(loss)
+
+
+def test_a_mean_over_tokens_is_warned_of_where_only_some_samples_have_other_lengths() -> None:
+    x, y = torch.randn(SAMPLES, 5, 6), torch.randint(2, (SAMPLES, 5))
+    for sample in range(SAMPLES):
+        if sample % (SAMPLES // 2):
+            y[sample, 1 + sample % 4 :] = -100
+    with pytest.warns(UserWarning, match="depends on micro_batch_size"):
+        own(over_tokens, TensorDataset(x, y))
+
+
+@pytest.mark.parametrize(("value", "word"), [(math.nan, "NaN"), (math.inf, "infinity")])
+def test_samples_that_are_not_finite_are_named(value: float, word: str) -> None:
+    rows = [{"x": torch.full((6,), value), "y": torch.tensor(1)}] * 12
+    with pytest.raises(UserError, match=rf"list: sample \d+ has {word} in \['x'\]"):
+        Recipe.of(net(), mean, Noisy(), rows)
+
+
+def test_infinity_that_the_loss_leaves_out_is_no_mistake(recwarn: pytest.WarningsRecorder) -> None:
+    rows = [{"x": torch.ones(6), "y": torch.tensor(1), "mask": torch.tensor(-math.inf)}] * 12
+    Recipe.of(net(), mean, rows, rows)
+    assert not recwarn.list
+
+
+def test_a_step_without_targets_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    train(own(targets=lambda batch: 0 * len(batch["y"])), **OPTIONS | {"checkpoint": "none"})
+    assert "".join(capsys.readouterr()).count("has no targets") == 1
 
 
 MISTAKES: dict[str, Callable[[], object]] = {

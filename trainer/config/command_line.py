@@ -67,8 +67,12 @@ class CommandLine:
         """Raise UserError where a key has several values; ``remedy`` says what to do."""
         for override in self.overrides:
             if override.is_sweep_override():
-                line = str(override.input_line)
-                if re.search(r"=\d+,\d+$", line) and types_of(override.key_or_group) & {"float", "float | None"}:
+                line, key = str(override.input_line), override.key_or_group
+                if re.fullmatch(r"data\.\w+_column", key):
+                    problem = f"{line}: one column is read; write several as one text, in a column of its own"
+                    names = [f"{key}={unquoted(text)}" for text in override.sweep_string_iterator()]
+                    raise UserError(problem, *names, mistake=line)
+                if re.search(r"=\d+,\d+$", line) and types_of(key) & {"float", "float | None"}:
                     remedy = f"write {line.replace(',', '.')}, or {remedy}"
                 raise UserError(f"{line} has several values; {remedy}")
 

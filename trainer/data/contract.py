@@ -57,6 +57,10 @@ class Datasets:
     test: Dataset | None = field(default=None, kw_only=True)
     """The test data, evaluated once, at the end, with the best weights; None: there is none."""
 
+    def facts(self) -> dict[str, str]:
+        """Return what a person knows these data by, such as counts, to say what differs on resume."""
+        return {"training samples": f"{len(self.train):,}", "validation samples": f"{len(self.valid):,}"}
+
     def keep(self, folder: Path) -> None:
         """Write into the run folder what a later run needs of this data beside the weights."""
 

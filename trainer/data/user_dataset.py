@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
 
 from trainer.data.contract import Batch, SampleId
@@ -66,6 +66,17 @@ class UserDataset:
         if structure != self.structure:
             raise UserError(f"{self.name}: sample {indices[0]} has another structure than sample 0")
         return {str(place): tensor for place, tensor in enumerate(tensors)}
+
+    def not_finite(self, index: int) -> str:
+        """Return which tensor of a sample has NaN or infinity; empty: none."""
+        for path, tensor in tree_flatten_with_path(self.rebuilt(self.batch([SampleId(index, 0)])))[0]:
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                return f"{'NaN' if tensor.isnan().any() else 'infinity'} in {keystr(path) or 'its tensor'}"
+        return ""
+
+    def is_ignored(self, index: int) -> bool:
+        """Return whether all of a sample's labels are those that torch's losses leave out."""
+        return any(bool((tensor == -100).all()) for tensor in self.batch([SampleId(index, 0)]).values())
 
     def rebuilt(self, batch: Batch) -> Any:
         """Return a batch as the collating function made it, of tuples, lists and dictionaries."""

@@ -246,11 +246,12 @@ def show_end(
         terminal.note(Text.assemble((f"{what:<26}", "" if number else "bold"), f"  {about_it}" if about_it else ""))
 
 
-def following(config: Config, folder: Path, mlflow: str) -> list[tuple[str, str]]:
+def following(config: Config, datasets: Any, folder: Path, mlflow: str) -> list[tuple[str, str]]:
     """Return where the best weights are, and the commands that go on from a run, with what they do not say.
 
     Args:
         config: of the run.
+        datasets: of the run.
         folder: of the run.
         mlflow: the address of the run there; empty: it is not there.
     """
@@ -260,8 +261,8 @@ def following(config: Config, folder: Path, mlflow: str) -> list[tuple[str, str]
         about_it = read_object(folder / BEST / "config.json")
         opens = "transformers" if "architectures" in about_it else about_it.get("library")
         lines = [(str(folder / BEST), f"opens in {opens}" if opens else "")]
-        if command := config.recipe.shown_by.format(run=shlex.quote(f"run={folder}")):
-            lines.append((f"python {scripts}/{command}", ""))
+        if command := config.recipe.shown_by(datasets):
+            lines.append((f"python {scripts}/{shlex.join([command[0], f'run={folder}', *command[1:]])}", ""))
     typed = [option for option in sys.argv[1:] if re.match(r"(recipe|data|experiment)[.=]", option)]
     if any(option.startswith(("recipe=", "experiment=")) for option in typed):  # else a resumed run, or another program
         modes = dict.fromkeys((FP32.name, BF16.name if config.precision.mode == FP32.name else config.precision.mode))

@@ -109,8 +109,11 @@ class Run:
             UserError: the data has changed since, or the checkpoint is not of this model.
         """
         if saved.progress["data"] != self.fingerprint:
+            changed = self.trainer.datasets.facts().items() - saved.progress["facts"].items()
+            was = [f"{name} were {saved.progress['facts'].get(name)}, now {now}" for name, now in sorted(changed)]
+            differ = "; ".join(was) or "as many samples, with other content"
             raise UserError(
-                f"resume: the data of {self.folder.path} has changed since its last checkpoint; "
+                f"resume: the data of {self.folder.path} has changed since its last checkpoint ({differ}); "
                 "put the files back as they were, or start a new run without resume="
             )
         self.trainer.restore(saved)
@@ -338,7 +341,8 @@ class Run:
             self.monitor.stalled(self.writer.save(self.trainer.state_dict(), self._progress(), rank, run))
 
     def _progress(self) -> dict[str, Any]:
-        return {"monitor": self.monitor.state_dict(), "data": self.fingerprint}
+        facts = self.trainer.datasets.facts()
+        return {"monitor": self.monitor.state_dict(), "data": self.fingerprint, "facts": facts}
 
     # --- the ends ---
 
@@ -380,7 +384,7 @@ class Run:
             ledger = self.profiler.ledger
             texts = filter(None, [epilogue, self.profiler.summary if ledger is None else ledger.text().rstrip()])
             title, took_s = report.title(self.folder.path, self._resumed_at or 0), self.totals()["wall_time_s"]
-            following = report.following(self.config, self.folder.path, self._address)
+            following = report.following(self.config, self.trainer.datasets, self.folder.path, self._address)
             report.show_end(self.terminal, title, took_s, summary, [*texts], following)
         return summary, missing
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ import torch
 from mantissa.display import shortened
 from recipes.data.images.pixels import DecodedImages
 from recipes.data.images.source import ImageDatasets, ImageSource
+from recipes.data.text.files import TABLES, missing, not_read, typed
 from trainer.config.command_line import as_typed
 from trainer.data.contract import check_no_overlap
 from trainer.errors import UserError, check_range
@@ -76,8 +78,11 @@ class ImageFolder(ImageSource):
         if not self.path:
             raise UserError(f"missing required option: data.path; {WANTED}")
         for key, path in (("data.path", self.path), ("data.test", self.test or ".")):
-            if not Path(path).expanduser().is_dir():
-                raise UserError(f"{key}={path} is not a folder (unpack an archive); {WANTED}")
+            folder = Path(path).expanduser()
+            if not folder.exists():
+                raise missing(f"{key}={path}")
+            if not folder.is_dir():
+                raise not_read(f"{key}={path}", folder) or UserError(f"{key}={path} is a file, not a folder; {WANTED}")
 
     def images(self, image_size: int | None) -> ImageDatasets:
         """Find the images; squares of 224 pixels by default.
@@ -89,11 +94,18 @@ class ImageFolder(ImageSource):
         folders = _splits(os.path.expanduser(self.path))
         if self.test:
             folders[TEST] = os.path.expanduser(self.test)
-        files = _read(folders, passed)
+        try:
+            files = _read(folders, passed)
+        except UserError as error:
+            raise self._other_kind() or error from None
         classes = sorted(files[TRAINING])
         plain = {"".join(name.casefold().split()) if len(name) > 1 else name: name for name in classes}  # A, a: letters
         if again := sorted({*classes} - {*plain.values()}):
             log.warning("classes differ from %s in case or blanks only; join those that are one", shortened(again))
+        labels = {file: name for name, members in files[TRAINING].items() for file in members}
+        if copies := _copies([*labels], [*labels], labels):
+            message = "at least %d images are in several classes (%s is %s); an image has one label, so some are wrong"
+            log.warning(message, len(copies), *copies[0])
         origin = ", ".join(f"{part} {folder}" for part, folder in folders.items())
         if VALIDATION not in files:
             files[TRAINING], files[VALIDATION] = _split(files[TRAINING], self.valid_fraction)
@@ -112,6 +124,15 @@ class ImageFolder(ImageSource):
         title = f"{self.kind} ({origin}{left_out})"
         return self.opened(title, f"data.path={self.path}", parts, classes, size, side, decodes=True)
 
+    def _other_kind(self) -> UserError | None:
+        """Return what the folder holds that is not one folder of images per class; None: that is not known."""
+        path = Path(self.path).expanduser()
+        if tables := [file.name for file in sorted(path.glob("metadata.*")) if file.suffix in TABLES]:
+            problem = f"data.path={self.path} has {tables[0]}, whose columns data=hub reads beside the images"
+            given = typed("data.path", self.path)
+            return UserError(problem, f"data=hub {typed('data.name', self.path)}", mistake=given)
+        return None if find_images(str(path), Counter()) else not_read(f"data.path={self.path}", path)
+
 
 class FolderImages(DecodedImages):
     """A dataset of image files."""
@@ -129,17 +150,26 @@ class FolderImages(DecodedImages):
 
 def find_images(folder: str, passed: Counter[str]) -> list[str]:
     """Return the images in a folder and below it, sorted, but for hidden ones; count other files in ``passed``."""
-    from torchvision.datasets.folder import make_dataset
+    found = []
+    for place, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not _is_hidden(name)]
+        for name in folders:
+            _check_no_loop(place, name, folder)
+        found += [os.path.join(place, name) for name in names if _is_image(name)]
+        passed.update(_suffix(name) for name in names if not (_is_image(name) or _is_hidden(name)))
+    return sorted(found)
 
-    def is_image(file: str) -> bool:
-        if any(map(_is_hidden, file[len(folder) :].split(os.sep))):
-            return False
-        if _is_image(os.path.basename(file)):
-            return True
-        passed[_suffix(file)] += 1
-        return False
 
-    return sorted(file for file, _ in make_dataset(folder, {"": 0}, is_valid_file=is_image, allow_empty=True))
+def _check_no_loop(place: str, name: str, root: str) -> None:
+    """Raise UserError where ``name`` in a folder below ``root`` is a link to a folder around it, which never ends."""
+    link = os.path.join(place, name)
+    if not os.path.islink(link):
+        return
+    target, around = os.path.realpath(link), [place]
+    while around[-1] != root:
+        around.append(os.path.dirname(around[-1]))
+    if any(os.path.commonpath([target, os.path.realpath(each)]) == target for each in around):
+        raise UserError(f"{link} is a link to {target}, which it lies in; remove the link")
 
 
 def numbers(of: Counter[str]) -> str:
@@ -161,11 +191,7 @@ def _suffix(name: str) -> str:
 
 def _folders(path: str) -> list[str]:
     """Return the names of the folders in a folder, sorted, but for hidden ones."""
-    from torchvision.datasets.folder import find_classes
-
-    with suppress(FileNotFoundError):  # there is none
-        return [name for name in find_classes(path)[0] if not _is_hidden(name)]
-    return []
+    return sorted(name for name in os.listdir(path) if os.path.isdir(os.path.join(path, name)) and not _is_hidden(name))
 
 
 def _contents(path: str) -> str:
@@ -247,17 +273,31 @@ def _split(classes: dict[str, list[str]], fraction: float) -> tuple[dict[str, li
     return train, valid
 
 
-def _copies(files: Sequence[str], others: Sequence[str]) -> list[tuple[str, str]]:
-    """Return files with the content of one of the others, and that one; of many files, some are compared."""
-    # A broken link has no size; it is reported when it is decoded.
-    some, against = (filter(os.path.exists, paths[:: len(paths) // 1000 + 1]) for paths in (files, others))
+def _copies(
+    files: Sequence[str], others: Sequence[str], labels: Mapping[str, str] | None = None
+) -> list[tuple[str, str]]:
+    """Return files with the content of one of the others, and that one; of many files, some are compared.
+
+    With ``labels``, the class of each file, only those of another class count.
+    """
+    # A broken link has no size; it is reported when it is decoded. Copies often have one name.
+    some, against = (
+        [
+            file
+            for file in paths
+            if crc32(os.fsencode(os.path.basename(file))) % (len(paths) // 1000 + 1) == 0 and os.path.exists(file)
+        ]
+        for paths in (files, others)
+    )
     sizes: dict[int, list[str]] = {}
     for file in against:
         sizes.setdefault(os.path.getsize(file), []).append(file)
     pairs = [(file, other) for file in some for other in sizes.get(os.path.getsize(file), [])[:10]]
     copies = []
-    for pair in pairs:
+    for file, other in pairs:
+        if labels and labels[file] == labels[other]:
+            continue
         with suppress(OSError):  # what cannot be read is reported when it is decoded
-            if filecmp.cmp(*pair, shallow=False):
-                copies.append(pair)
+            if filecmp.cmp(file, other, shallow=False):
+                copies.append((file, other))
     return [*dict(copies).items()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import os
 import re
+import shlex
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -16,15 +17,15 @@ import numpy as np
 
 from mantissa.display import quantity
 from recipes.data.text.documents import Text, split
+from recipes.data.text.files import TRIED_BYTES, encoding_of, is_text, missing, not_read, typed
 from recipes.data.text.pretrained import open_tokenizer
 from recipes.data.text.tokenizers import OF_TEXT, OWN_BPE
 from recipes.data.text.tokens import TextSource, TokenData, open_or_build
 from trainer.cache import cache_folder
 from trainer.data.contract import check_no_overlap
-from trainer.errors import UserError, check_range, nearest
+from trainer.errors import UserError, check_range
 from trainer.recipe import NO_OPTION
 
-_TABLES = (".json", ".jsonl", ".csv", ".parquet")
 _NOISE = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "encodings"}
 
 
@@ -134,17 +135,13 @@ class TextFiles(TokenizedText):
             ) from None
         for key, name in (("data.path", self.path), ("data.test", self.test)):
             path = Path(name or ".").expanduser()
+            if not path.exists() and "*" in path.name:
+                remedy = f"{typed(key, str(path.parent))} data.pattern={shlex.quote(path.name)}"
+                raise UserError(f"{key}={name}: there is no such file or folder", remedy)
             if not path.exists():
-                near = nearest(path.name, [file.name for file in path.parent.glob("*")])
-                remedy = "give a file or folder of text; data=python_docs needs none"
-                if "*" in path.name:
-                    near, remedy = "", f"set {key}='{path.parent}' data.pattern='{path.name}'"
-                raise UserError(f"{key}={name}: there is no such file or folder{near}; {remedy}")
-            if path.suffix.lower() in _TABLES and path.is_file():
-                raise UserError(
-                    f"{key}={name} is a file of rows, not plain text; use data=hub data.name={name}, "
-                    "which reads its column of text"
-                )
+                raise missing(f"{key}={name}", "data=python_docs")
+            if path.is_file() and (error := not_read(f"{key}={name}", path)):
+                raise error
 
     def title(self) -> str:
         """Return the name of the file or folder."""
@@ -171,8 +168,12 @@ class TextFiles(TokenizedText):
         pattern = self.pattern.lower().lstrip("/").replace("**.", "*.")
         paths = [file for file in files if Path(str(file).lower()).match(pattern or "*")]  # A.TXT, too
         if not paths:
-            suffixes = ", ".join(sorted({f"*{file.suffix}" for file in files})) or "no files"
-            raise UserError(f"{key}: no file in it matches data.pattern={self.pattern} (it has {suffixes})")
+            if error := not_read(key, path):
+                raise error
+            others = {f"*{file.suffix}": file for file in reversed(files)}
+            texts = [f"data.pattern={shlex.quote(suffix)}" for suffix, file in sorted(others.items()) if is_text(file)]
+            has = ", ".join(sorted(others)) or "no files"
+            raise UserError(f"{key}: no file in it matches data.pattern={self.pattern} (it has {has})", *texts[:3])
         return paths
 
     def _text(self, key: str, name: str) -> Text:
@@ -232,8 +233,11 @@ class TextFile:
         return codecs.lookup(self.encoding).name == "utf-8"
 
     def _not_text(self, why: str) -> UserError:
-        others = "latin-1 or utf-16" if self._is_utf8 else "utf-8 or utf-16-le"
-        return UserError(
-            f"{self.key}: {self.path} is not {self.encoding} text: {why}; give a file of text, or set the encoding "
-            f"that it was written in, such as data.encoding={others}"
-        )
+        problem = f"{self.key}: {self.path} is not {self.encoding} text: {why}"
+        if error := not_read(self.key, self.path):
+            return error
+        with self.path.open("rb") as file:
+            other = encoding_of(file.read(TRIED_BYTES))
+        if other is None:
+            return UserError(f"{problem}; it is no text in another encoding either: give files of text")
+        return UserError(problem, f"data.encoding={other}")

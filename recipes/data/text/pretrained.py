@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from recipes.data.text.files import TABLES
 from recipes.data.text.tokenizers import Bytes, Characters, Tokenizer
 from trainer.checkpoint.weights import defect
 from trainer.errors import UserError, first_line, is_out_of_memory
@@ -124,7 +125,7 @@ def local_path(name: str, key: str, wanted: str) -> Path | None:
     path = Path(name).expanduser()
     if path.exists():
         return path
-    is_file = name.endswith((".parquet", ".json", ".jsonl", ".csv", ".tsv", ".txt"))
+    is_file = name.endswith((*TABLES, ".txt"))
     if is_file or name.startswith(("/", ".", "~")) or name.partition("@")[0].count("/") > 1:
         raise UserError(f"{key}: there is no such file or folder; {wanted}")
     return None

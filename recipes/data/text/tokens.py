@@ -54,6 +54,18 @@ class TextDatasets(Datasets):
     vocabulary: int
     """Number of token ids that the model knows: the tokenizer's, or more."""
 
+    @property
+    def first_words(self) -> str:
+        """The first three words of a line of the validation text, at most 30 characters; empty: it is blank."""
+        text = self.tokens.tokenizer.decode(self.tokens.valid[:256].tolist()).rstrip("\ufffd")
+        lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+        line = lines[min(1, len(lines) - 1)]  # the first one may have lost its beginning to the training text
+        return " ".join(line.split(" ")[:3])[:30].strip()
+
+    def facts(self) -> dict[str, str]:
+        tokens = {"training tokens": f"{len(self.tokens.train):,}", "validation tokens": f"{len(self.tokens.valid):,}"}
+        return super().facts() | tokens | {"token ids": f"{self.vocabulary:,}"}
+
     def keep(self, folder: Path) -> None:
         """Write the tokenizer of the text to ``tokenizer/``."""
         path = folder / "tokenizer"

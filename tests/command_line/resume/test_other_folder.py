@@ -72,6 +72,7 @@ def test_data_that_were_moved_are_named_by_the_user(
     shutil.move(folder / "one.txt", "moved.txt")
     refused = train(f"resume={elsewhere}", "steps=4", "data.path=one.txt")
     assert (refused.code, "has changed since its last checkpoint" in refused.err) == (2, True), refused.err
+    assert "training tokens were " in refused.err
     succeed(f"resume={elsewhere}", "steps=4", "data.path=moved.txt")
     assert path_of(elsewhere) == "moved.txt"
     assert configure(RunOptions(str(elsewhere)).find(), []).config.data.path == "moved.txt"  # type: ignore[attr-defined]

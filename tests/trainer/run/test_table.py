@@ -83,13 +83,6 @@ def test_columns_are_aligned_for_numbers_of_any_size(value: float, unit: str, re
     assert len(row) <= 100
 
 
-def test_no_two_cells_touch() -> None:
-    table, out = begun(mfu=False, recovers=True)
-    table.progress(20, LINE | {"loss_scale": 2.0**20, "step_time_s": 2000.0, "skipped_steps": 123456789.0})
-    table.row(25, SCORES)
-    assert lines(out)[-1].split()[-3:] == ["152:46:40", "1.05e+06", "123456789"]
-
-
 def test_a_scaled_run_has_its_scale_and_a_narrow_terminal_what_tells_most() -> None:
     many = SCORES | {f"valid/metric_{number}": 0.5 for number in range(5)}
     for width, shown in (
