@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from mantissa.formats import Format, with_masters
 from mantissa.step.step import Batch, Remedies, Step
 from mantissa.step.updates import UpdateMeter
 from mantissa.tensors import random_state, set_random_state
+from trainer.config.command_line import as_typed
 from trainer.config.schema import Config
 from trainer.config.settle import Settled
 from trainer.data.loader import DataOrder, to_device
@@ -31,12 +33,21 @@ from trainer.trainer import Trainer
 
 
 class Overrides(Remedies):
-    """What to set on the command line."""
+    """What to set on the command line.
+
+    Args:
+        lr: learning rate of the run.
+        folder: of the run; None: there is none yet.
+    """
 
     deterministic = "deterministic=true"
     eager = "compile=off"
-    fresh_state = "a new run with init_from= this one, whose optimizer begins anew"
     time_budget = "time_budget={:.0f}s"
+
+    def __init__(self, lr: float, folder: Path | None) -> None:
+        self._lr = lr
+        if folder is not None:
+            self.fresh_state = f"init_from={as_typed(str(folder))}"
 
     def modules(self, names: Sequence[str]) -> str:
         quoted = (name if any(map(str.isalpha, name)) else f"'{name}'" for name in names)  # 0.10 would be a number
@@ -49,7 +60,7 @@ class Overrides(Remedies):
         return f"precision={format.name}"
 
     def rate(self, factor: float) -> str:
-        return f"an optimizer.lr of {factor:g} times this one"
+        return f"optimizer.lr={self._lr * factor:.6g}"
 
     def scale(self, value: float) -> str:
         return f"scaler=dynamic scaler.init={value:.10g}"
@@ -59,7 +70,6 @@ class Overrides(Remedies):
 class TrainerStep(Step):
     """A step of the trainer."""
 
-    remedies: Remedies = field(default_factory=Overrides)
     sums_loss: bool = True
     config: Config
     """Config of the run."""
@@ -102,8 +112,8 @@ class TrainerStep(Step):
         return self.in_format(with_masters(self.format.number))
 
 
-def step_of(trainer: Trainer) -> TrainerStep:
-    """Copy what the next step of a trainer starts from."""
+def step_of(trainer: Trainer, folder: Path | None = None) -> TrainerStep:
+    """Copy what the next step of a trainer starts from; ``folder`` is that of its run."""
     config, settled, hardware, datasets = trainer.config, trainer.plan, trainer.hardware, trainer.datasets
     format, order = config.precision.format, trainer.order
     # Data may draw from the generators, before the step does.
@@ -122,6 +132,7 @@ def step_of(trainer: Trainer) -> TrainerStep:
     prototype = trainer.recipe.build_model(datasets)
     set_random_state(generators, trainer.device)
     return TrainerStep(
+        remedies=Overrides(config.optimizer.lr, folder),
         number=trainer.step + 1,
         format=format,
         written_in=format,

@@ -14,6 +14,7 @@ import torch
 
 from mantissa.doctor.budget import Budget, Say
 from mantissa.doctor.checks import (
+    BEGINS,
     CHECKS,
     COMPILED,
     COMPILES,
@@ -28,6 +29,7 @@ from mantissa.doctor.checks import (
     TABLE,
     Check,
 )
+from mantissa.doctor.course import Course
 from mantissa.doctor.cures import Islands, Trial, line_of_error, places, search
 from mantissa.doctor.finding import (
     CRASH,
@@ -75,6 +77,10 @@ class TakenStep:
     """Whether the run itself ended at this step, because it was not finite."""
     finished: bool = False
     """Whether the run took all its steps, and this is one more."""
+    start: Step | None = None
+    """An earlier step of the same run, before its loss left its course; None: the step itself."""
+    history: str = ""
+    """How its loss went wrong by its record; empty: it did not, or there is none."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -84,8 +90,8 @@ class TakenStep:
 
     @property
     def finite(self) -> bool:
-        """Whether the step was taken."""
-        return not self.skipped and math.isfinite(self.loss)
+        """Whether the step was taken; a norm beyond fp32's range clips gradients to 0 or to NaN."""
+        return not self.skipped and math.isfinite(self.loss) and self.grad_norm != math.inf
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ class Fault:
     def finding(self) -> Finding:
         """The same with the cures that hold, and the place that they say, for the report."""
         at = dict(item for cure in self.held for item in cure.at.items()) or self.at
-        cure = (*self.reported.cure, *(cure.text for cure in self.held))
+        cure = (*self.reported.cure, *map(str, self.held))
         return replace(self.reported, **at, cure=cure, candidates=())
 
 
@@ -121,6 +127,8 @@ class Diagnosis:
     budget: Budget
     step: Step
     """The step, at the loss scale at which it is finite, if there is one."""
+    course: Course
+    """How training goes on from where the run left its course, or from the step."""
     verdict: str = HEALTHY
     sweep: Sweep = field(default_factory=Sweep)
     faults: list[Fault] = field(default_factory=list)
@@ -129,6 +137,8 @@ class Diagnosis:
     notes: list[str] = field(default_factory=list)
     not_asked: list[str] = field(default_factory=list)
     """Checks that were not to be made."""
+    not_made: list[str] = field(default_factory=list)
+    """Checks that say nothing of this step, or nothing new after its faults."""
 
     @property
     def known(self) -> list[Finding]:
@@ -188,6 +198,7 @@ class Diagnosis:
             HALF_WEIGHTS: format.only_half,
             RUNS: as_run is None or as_run.status != RAISES,
             FINITE: self.finite,
+            BEGINS: self.finite or self.course.start.number < self.step.number,
             EXACT: fp32.status == OK if fp32 is not None else self.finite,
         }
         return {fact for fact, holds in facts.items() if holds}
@@ -213,17 +224,24 @@ def diagnose(
         say: hears what is examined next.
     """
     budget = Budget(time_budget_s, taken.step, say, taken.seconds, taken.memory_bytes)
-    result = Diagnosis(taken, budget, taken.step, notes=list(taken.notes))
+    result = Diagnosis(taken, budget, taken.step, Course(taken.start or taken.step, budget), notes=list(taken.notes))
     result.not_asked = [name for name in CHECKS if name not in checks]
 
     # The same step in one format after another: where it breaks first is a fault.
     if SWEEP in checks or not taken.finite:
         _sweep(result)
+    # Formats are not at fault where fp32 explodes from the same start.
+    if result.faults or taken.history:
+        _follow(result)
+    result.faults = list(map(_tried, result.faults))
 
     # What a step can hide that is finite. The cures that a check knows are tried at once: what follows may need one.
     for check in TABLE:
-        if check.name in checks and _is_wanted(result, check):
-            _make(result, check)
+        if check.name in checks:
+            if _is_wanted(result, check):
+                _make(result, check)
+            else:
+                result.not_made.append(check.name)
 
     # The first fault of 16 bits: another loss scale, fp32 in some places, or another format.
     if ISLANDS in checks:
@@ -241,13 +259,22 @@ def _sweep(result: Diagnosis) -> None:
     result.notes += sweep.notes
     if sweep.as_run is not None and sweep.as_run.status == OK:
         result.step = taken.step.at_scale(sweep.as_run.scale)
+        result.course = Course(taken.start or result.step, result.budget)
 
     # Nothing is left of its faults where a step is finite, and a `Trial` asks that of any cure: where a run has ended
     # though a lower loss scale is finite, at the scale of the cure.
     again = at_its_scale if result.ended_at_scale else lambda other: Examined()
     for finding in sweep.findings:
-        trial = Trial(finding, frozenset(), again, result.budget)
-        result.faults.append(_tried(Fault(trial, sweep.half)))
+        trial = Trial(finding, frozenset(), again, taken.step, result.course, result.budget)
+        result.faults.append(Fault(trial, sweep.half))
+
+
+def _follow(result: Diagnosis) -> None:
+    """Train on in fp32 from where the run left its course: what explodes there, too, is the first fault."""
+    course, budget = result.course, result.budget
+    if finding := budget.run("training in fp32", course.explosion):
+        trial = Trial(finding, frozenset(), lambda other: Examined(), course.start, course, budget)
+        result.faults = [Fault(trial, half=False), *(replace(fault, half=False) for fault in result.faults)]
 
 
 def _is_wanted(result: Diagnosis, check: Check) -> bool:
@@ -274,7 +301,7 @@ def _make(result: Diagnosis, check: Check) -> None:
     lines = {finding.line for finding in result.known if finding.line}
     for finding in examined.findings:
         if finding.kind != DTYPE or finding.line not in lines:
-            trial = Trial(finding, keys - {finding.key}, again, budget)
+            trial = Trial(finding, keys - {finding.key}, again, _base_for(result, check), result.course, budget)
             fault = Fault(trial, check.finds_half)
             unplaced = finding.kind == check.unplaced and not finding.module and not finding.tensor
             placed = budget.run("place", partial(_placed, step, fault)) if unplaced else _tried(fault)
@@ -283,8 +310,14 @@ def _make(result: Diagnosis, check: Check) -> None:
 
 def _step_for(result: Diagnosis, check: Check) -> Step:
     """Return the step that a check examines: as it is, or cured of the faults that are known."""
-    cured = [fault.held[0].step for fault in result.faults if fault.held]
-    return cured[0] if check.of_cured and cured else result.step
+    base = _base_for(result, check)
+    cured = [base.changed_as(fault.held[0].step, fault.trial.base) for fault in result.faults if fault.held]
+    return cured[0] if check.of_cured and cured else base
+
+
+def _base_for(result: Diagnosis, check: Check) -> Step:
+    """Return the step that a check is for: this one, or that from which on the course is followed."""
+    return result.course.start if check.of_course else result.step
 
 
 def _tried(fault: Fault) -> Fault:
@@ -319,7 +352,7 @@ def _search(result: Diagnosis) -> None:
     if result.ended_at_scale and result.sweep.as_run is not None:
         step = result.taken.step
         scale = min(scale, result.sweep.as_run.scale) if scale is not None else None
-    trial = replace(fault.trial, finding=fault.finding)  # with its place
+    trial = replace(fault.trial, finding=fault.finding, base=step)  # with its place
     held = result.budget.run(ISLANDS, partial(search, step, trial, scale, _other_format(result)))
     result.faults[result.faults.index(fault)] = replace(fault, held=tuple(held or ()))
 

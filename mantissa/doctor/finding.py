@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mantissa.step.step import Step
+    from mantissa.step.step import Batch, Step
     from mantissa.step.trace import Site
 
 MEANINGS: dict[str, str] = {}
@@ -52,6 +52,13 @@ class Cure:
     step: Step
     at: dict[str, Any] = field(default_factory=dict)
     """Fields of a finding that say where the cure changes something: there a fault is that shows nowhere else."""
+    data: Callable[[Batch], Batch] | None = None
+    """What it changes of every batch; None: nothing."""
+    about: str = ""
+    """What it costs, and what of it was not tried."""
+
+    def __str__(self) -> str:
+        return self.text + (f"  ({self.about})" if self.about else "")
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ LEAST_SCALE = 2.0**-10
 """Loss scale below which a skipped step is not tried again."""
 _FEW = 5e9
 """Multiplications up to which a step is examined with all its samples, and not with two of them."""
+_CHANGES = ("format", "written_in", "fp32_modules", "fp32_ops", "uncast", "loss_factor", "lr_factor", "compiles")
+"""Fields of a step that say what is changed about it."""
 _STATE = (int, float, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 """Types of what a module may keep from one forward pass to the next, besides tensors."""
 
@@ -290,6 +292,20 @@ class Step(Protocol):
 
         weights, stored, buffers = map(changed, (self.weights, self.stored, self.buffers))
         return replace(self, weights=weights, stored=stored, buffers=buffers)
+
+    def changed_as(self, other: Self, base: Self) -> Self:
+        """Return this step, of the same loop as another one, changed as ``other`` was made of that, ``base``.
+
+        Values of weights and the data of one step are no such changes.
+        """
+        if self is base:
+            return other
+        changed = replace(self, **{name: getattr(other, name) for name in _CHANGES})
+        if other.stored is other.weights:
+            changed = replace(changed, stored=self.weights)
+        if base.moments and not other.moments:
+            changed = changed.with_fresh_state()
+        return changed if other.scale == base.scale else changed.at_scale(other.scale)
 
     def following(self, count: int) -> list[list[Batch]]:
         """Return the microbatches of this step and of those after it, ``count`` steps in all."""
