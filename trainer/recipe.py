@@ -333,7 +333,7 @@ class UserRecipe(Recipe):
     """``recipe=own``: a model and data that a Python program has already, see ``Recipe.of``; it has no options."""
 
     name: ClassVar[str] = "own"
-    shown_by: ClassVar[str] = ""  # what a script does needs that program
+    shown_by: ClassVar[str] = 'safetensors.torch.load_model(model, "{run}/best/model.safetensors")'  # in that program
     known_sum = True  # ``check`` has warned
     model: Any = field(default=None, metadata=NO_OPTION)
     objective: Any = field(default=None, metadata=NO_OPTION)
