@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -32,6 +33,10 @@ from trainer.precision.scaler import StaticScaler
 from trainer.trainer import Trainer
 
 
+class Typed(str):
+    """Overrides as a shell reads them, and no other words."""
+
+
 class Overrides(Remedies):
     """What to set on the command line.
 
@@ -40,30 +45,31 @@ class Overrides(Remedies):
         folder: of the run; None: there is none yet.
     """
 
-    deterministic = "deterministic=true"
-    eager = "compile=off"
+    deterministic = Typed("deterministic=true")
+    eager = Typed("compile=off")
     time_budget = "time_budget={:.0f}s"
 
     def __init__(self, lr: float, folder: Path | None) -> None:
         self._lr = lr
+        self.fresh_state = "a fresh state of the optimizer at this step"
         if folder is not None:
-            self.fresh_state = f"init_from={as_typed(str(folder))}"
+            self.fresh_state = Typed(shlex.quote(f"init_from={as_typed(str(folder))}"))
 
-    def modules(self, names: Sequence[str]) -> str:
+    def modules(self, names: Sequence[str]) -> Typed:
         quoted = (name if any(map(str.isalpha, name)) else f"'{name}'" for name in names)  # 0.10 would be a number
-        return f'"precision.fp32_modules=[{",".join(quoted)}]"'
+        return Typed(f'"precision.fp32_modules=[{",".join(quoted)}]"')
 
-    def operators(self, names: Sequence[str]) -> str:
-        return f'"precision.fp32_ops=[{",".join(names)}]"'
+    def operators(self, names: Sequence[str]) -> Typed:
+        return Typed(f'"precision.fp32_ops=[{",".join(names)}]"')
 
-    def format(self, format: Format) -> str:
-        return f"precision={format.name}"
+    def format(self, format: Format) -> Typed:
+        return Typed(f"precision={format.name}")
 
-    def rate(self, factor: float) -> str:
-        return f"optimizer.lr={self._lr * factor:.6g}"
+    def rate(self, factor: float) -> Typed:
+        return Typed(f"optimizer.lr={self._lr * factor:.6g}")
 
-    def scale(self, value: float) -> str:
-        return f"scaler=dynamic scaler.init={value:.10g}"
+    def scale(self, value: float) -> Typed:
+        return Typed(f"scaler=dynamic scaler.init={value:.10g}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
