@@ -77,19 +77,16 @@ def cured_command(diagnosis: Diagnosis, overrides: Sequence[str]) -> str:
 
     Its weights are kept where the run had learned, far from its beginning, before the fault.
     """
-    taken = diagnosis.taken
-    for text in (cure.text for fault in diagnosis.faults for cure in fault.held if isinstance(cure.text, Typed)):
-        changed = shlex.split(text)
-        if taken.folder is None:
-            merged = merge_overrides(overrides, changed)
-            found = command("train.py", merged) if accepts(merged) else ""
-        else:
-            kept = taken.start is not None and taken.start.number > 1 and _has_learned(taken.folder)
-            weights = [f"init_from={as_typed(str(taken.folder))}"] if kept else []
-            found = new_run_command(taken.folder, [*weights, *changed])
-        if found:
-            return found
-    return ""
+    taken, typed = diagnosis.taken, [cure.text for cure in diagnosis.held if isinstance(cure.text, Typed)]
+    changed = [word for text in typed[: 1 if diagnosis.beside is None else 2] for word in shlex.split(text)]
+    if not changed:
+        return ""
+    if taken.folder is None:
+        merged = merge_overrides(overrides, changed)
+        return command("train.py", merged) if accepts(merged) else ""
+    kept = taken.start is not None and taken.start.number > 1 and _has_learned(taken.folder)
+    weights = [f"init_from={as_typed(str(taken.folder))}"] if kept else []
+    return new_run_command(taken.folder, [*weights, *changed])
 
 
 def _has_learned(folder: Path) -> bool:

@@ -92,12 +92,10 @@ def _take(
         failure: how the run ended, if it failed.
         early: whether it is not finite, though the run recorded a later step.
     """
-    # Up to the step, with a copy of the one at which that begins.
+    # Up to the step.
     place = folder.path if folder is not None else None
     trainer = Trainer.from_config(config)
-    began, reached = _go_to(trainer, start, folder)
-    first = step_of(trainer, place) if reached == start < wanted else None
-    reached = _train_to(trainer, wanted) if first is not None else reached
+    began, reached = _go_to(trainer, wanted, folder)
     if reached < wanted:
         taken = _take(config, reached, min(start, before(reached)), folder, failure, early=True)
         why = f"step {reached} already raises, or its loss is not finite"
@@ -108,32 +106,36 @@ def _take(
     failed = folder is not None and (early or step.number == failure.get("step"))
     scale = failure.get("loss_scale") if failed else None
     step = step.at_scale(float(scale)) if scale else step
-    return replace(take(step, began, backs_off=not failed), folder=place, failed=failed, start=first)
+    taken = take(step, began, backs_off=not failed)
+
+    # Where training is followed from: a trainer of its own goes there, as checkpoints before the step may be later.
+    first = None
+    if start < wanted:
+        trainer = Trainer.from_config(config)
+        _, reached = _go_to(trainer, start, folder)
+        first = step_of(trainer, place) if reached == start else None
+    return replace(taken, folder=place, failed=failed, start=first)
 
 
 def _go_to(trainer: Trainer, step: int, folder: RunFolder | None) -> tuple[str, int]:
     """Restore the newest checkpoint before a step, and take plain steps up to it.
 
     Returns:
-        Where that began, and the number of the next step, see ``_train_to``.
+        Where that began, and the number of the next step: ``step``, or an earlier one that raises or is not finite.
     """
     began = _restore(folder, trainer, step)
-    if left := step - 1 - trainer.step:
+    left = step - 1 - trainer.step
+    if left:
         print(f"replaying {counted(left, 'step')} from {began} …")
-    return began, _train_to(trainer, step)
-
-
-def _train_to(trainer: Trainer, step: int) -> int:
-    """Take plain steps up to a step, and return its number, or that of an earlier one that raises or is not finite."""
-    for microbatches in islice(trainer.batches(), step - 1 - trainer.step):
+    for microbatches in islice(trainer.batches(), left):
         try:
             record = trainer.train_step(microbatches)
         except RuntimeError:  # the examination of this step says of what
-            return trainer.step + 1
+            return began, trainer.step + 1
         passed_over = trainer.loss_scale.recovers and bool(record.skipped)  # the run went on after it
         if not math.isfinite(record.loss.item()) and not passed_over:
-            return record.step
-    return step
+            return began, record.step
+    return began, step
 
 
 def _steps(config: Config) -> int:

@@ -344,22 +344,22 @@ def _operator(origin: Origin) -> Finding:
         details.append(f"{samples(rows)} of the batch alone")
     if origin.others:
         details.append(f"{origin.others} operators are not finite independently of each other, this is the first")
-    return origin.finding(kind, details, candidates=tuple(_sample_cures(origin.replay.step, rows)))
+    return origin.finding(kind, details, candidates=tuple(_sample_cures(origin.replay, rows)))
 
 
-def _sample_cures(step: Step, rows: list[int]) -> Iterator[Cure]:
-    """Yield a batch without some samples as a cure, if there are some; other batches stay."""
+def _sample_cures(replay: Replay, rows: list[int]) -> Iterator[Cure]:
+    """Yield batches without the samples that spoil them as a cure, where some rows do in this one."""
     if not rows:
         return
-    (batch,) = step.microbatches
-    size = max(len(tensor) for tensor in batch.values() if tensor.ndim)
-    left = _with_rows(batch, [row for row in range(size) if row not in rows], size)
 
-    def data(other: Batch) -> Batch:
-        same = other.keys() == batch.keys() and all(torch.equal(other[name], batch[name]) for name in batch)
-        return left if same else other
+    def data(batch: Batch) -> Batch:
+        one = replay.of(replay.step.with_microbatches([batch]))
+        size = max(len(tensor) for tensor in batch.values() if tensor.ndim)
+        bad = _spoiling(one) if one.run().nonfinite else []
+        return _with_rows(batch, [row for row in range(size) if row not in bad], size) if bad else batch
 
-    yield Cure(f"leave out {samples(rows)}", step.with_microbatches([left]), data=data)
+    usual = replay.step.with_microbatches(map(data, replay.step.microbatches))
+    yield Cure(f"leave out {samples(rows)}, and others like it", usual, data=data)
 
 
 class Flushed(NamedTuple):

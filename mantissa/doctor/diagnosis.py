@@ -132,6 +132,8 @@ class Diagnosis:
     verdict: str = HEALTHY
     sweep: Sweep = field(default_factory=Sweep)
     faults: list[Fault] = field(default_factory=list)
+    beside: Cure | None = None
+    """Cure of what explodes in fp32, too, with which those of other faults are tried together."""
     examined: dict[str, Examined] = field(default_factory=dict)
     """What each part of the examination measured."""
     notes: list[str] = field(default_factory=list)
@@ -158,10 +160,14 @@ class Diagnosis:
             yield Finding(CRASH, EXAMINATION, "", self.taken.precision, detail=detail, tensor=place)
 
     @property
+    def held(self) -> list[Cure]:
+        """The cures that hold, those of the first fault first."""
+        return [cure for fault in self.faults for cure in fault.held]
+
+    @property
     def islands(self) -> Islands | None:
         """The modules in fp32 that cure the step; None: none do, or were sought."""
-        held = [cure for fault in self.faults for cure in fault.held]
-        return next((cure for cure in held if isinstance(cure, Islands)), None)
+        return next((cure for cure in self.held if isinstance(cure, Islands)), None)
 
     @property
     def formats(self) -> list[FormatTrial]:
@@ -233,19 +239,21 @@ def diagnose(
     # Formats are not at fault where fp32 explodes from the same start.
     if result.faults or taken.history:
         _follow(result)
-    result.faults = list(map(_tried, result.faults))
+    result.faults = [fault if fault.held else _tried(fault) for fault in result.faults]
 
+    made = {SWEEP, ISLANDS}
     # What a step can hide that is finite. The cures that a check knows are tried at once: what follows may need one.
     for check in TABLE:
-        if check.name in checks:
-            if _is_wanted(result, check):
-                _make(result, check)
-            else:
-                result.not_made.append(check.name)
+        if check.name in checks and _is_wanted(result, check):
+            _make(result, check)
+            made.add(check.name)
+    result.not_made = [name for name in checks if name not in made]
 
     # The first fault of 16 bits: another loss scale, fp32 in some places, or another format.
     if ISLANDS in checks:
         _search(result)
+    if result.faults:
+        _combine(result)
 
     result.verdict = _verdict(result)
     return result
@@ -270,11 +278,31 @@ def _sweep(result: Diagnosis) -> None:
 
 
 def _follow(result: Diagnosis) -> None:
-    """Train on in fp32 from where the run left its course: what explodes there, too, is the first fault."""
+    """Train on in fp32 from where the run left its course: what explodes there, too, is the first fault.
+
+    Where its cure does not suffice in the run's format, those of the other faults are tried together with it.
+    """
     course, budget = result.course, result.budget
-    if finding := budget.run("training in fp32", course.explosion):
-        trial = Trial(finding, frozenset(), lambda other: Examined(), course.start, course, budget)
-        result.faults = [Fault(trial, half=False), *(replace(fault, half=False) for fault in result.faults)]
+    finding = budget.run("training in fp32", course.explosion)
+    if finding is None:
+        return
+    fault = _tried(
+        Fault(Trial(finding, frozenset(), lambda other: Examined(), course.start, course, budget), half=False)
+    )
+    others = [replace(other, half=other.half and not fault.held) for other in result.faults]
+    if not fault.held and others and finding.candidates and finding.candidates[0].data is None:
+        result.beside = finding.candidates[0]
+        result.course = Course(result.beside.step, budget)
+        others = [replace(other, trial=replace(other.trial, course=result.course)) for other in others]
+    result.faults = [fault, *others]
+
+
+def _combine(result: Diagnosis) -> None:
+    """Let the first fault have its cure where that of another one was tried together with it."""
+    first, *others = result.faults
+    if result.beside is not None and any(other.held for other in others):
+        cure = replace(result.beside, about="together with the next cure")
+        result.faults[0] = replace(first, held=(cure,))
 
 
 def _is_wanted(result: Diagnosis, check: Check) -> bool:

@@ -300,7 +300,8 @@ class Step(Protocol):
         """
         if self is base:
             return other
-        changed = replace(self, **{name: getattr(other, name) for name in _CHANGES})
+        fields = {name: getattr(other, name) for name in _CHANGES if getattr(other, name) != getattr(base, name)}
+        changed = replace(self, **fields)
         if other.stored is other.weights:
             changed = replace(changed, stored=self.weights)
         if base.moments and not other.moments:

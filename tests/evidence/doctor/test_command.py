@@ -88,8 +88,8 @@ def test_a_failed_step_is_reproduced_and_its_cause_found(failing: Path, said: Sa
     assert "fp32 ok" in lines[1]
     assert "fp16+scaler 1024 BREAKS" in lines[1]
     assert any(line.startswith("FOUND overflow, ") for line in lines)
-    assert lines[-1] == f"report {failing}/doctor/step-3/report.html"
-    assert read_object(failing / "doctor" / "step-3" / "verdict.json")["verdict"] == "FOUND"
+    assert lines[-1] == f"report {failing}/doctor/step-3-formats-manifest-islands/report.html"
+    assert read_object(failing / "doctor" / "step-3-formats-manifest-islands" / "verdict.json")["verdict"] == "FOUND"
     assert {file: file.read_bytes() for file in before} == before  # nothing of the run is changed
 
 
@@ -170,7 +170,7 @@ def test_what_there_is_no_time_for_is_named(finished: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("remedies", "advice"),
-    [(Overrides(), "time_budget=140s"), (Remedies(), "time_budget_s=140, or --time-budget 140s")],
+    [(Overrides(0.1, None), "time_budget=140s"), (Remedies(), "time_budget_s=140, or --time-budget 140s")],
 )
 def test_what_takes_too_long_says_how_much_time_to_give(remedies: Remedies, advice: str) -> None:
     step: Any = SimpleNamespace(free_bytes=lambda: 1, remedies=remedies)
@@ -185,7 +185,7 @@ def test_a_check_up_before_a_run_writes_no_run(tmp_path: Path, said: Said) -> No
     assert lines[0] == "replaying 1 step from the beginning …"
     assert "HEALTHY at step 2" in lines
     assert [path.name for path in tmp_path.iterdir()] == ["doctor"]
-    assert lines[-1] == f"report {tmp_path}/doctor/bignet-bf16-step-2/report.html"
+    assert lines[-1] == f"report {tmp_path}/doctor/bignet-bf16-step-2-formats-manifest/report.html"
 
 
 @pytest.mark.parametrize(
@@ -218,8 +218,8 @@ def test_a_step_that_raises_while_it_is_replayed_is_the_one_that_is_examined() -
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_format_that_raises_is_found(step: int, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     def loss(self: BigNet, model: nn.Module, batch: Batch) -> LossOutput:
-        masked = model(batch["x"]).masked_fill(batch["y"] > 0, -1e9)
-        return LossOutput(masked.float().sum(), {})
+        masked = model(batch["x"]).masked_fill(batch["y"] > 99, -1e9)  # a number that fp16 does not have
+        return LossOutput((masked.float() - batch["y"]).square().sum(), {})
 
     monkeypatch.setattr(BigNet, "loss", loss)
     given = (*BIGNET, "precision=fp16", f"output_dir={tmp_path}", "check=formats,islands", f"step={step}")
