@@ -118,11 +118,11 @@ class Course:
         return int(min(fitting, steps_to_train(self.start))) if fitting >= _FEWEST else 0
 
     def explosion(self) -> Finding | None:
-        """Return why training explodes in fp32 as well; None: it does not, or there is no time to train."""
+        """Return why fp32 goes wrong as well, of a run that did; None: it does not, or there is no time to train."""
         if not self.count:
             return None
         standard = self._standard(Cure("", self.start), self.start)
-        return explosion(self.start, standard.batches, standard.exact, lambda: self._budget.left() > 0)
+        return explosion(self.start, standard.batches, standard.exact, lambda: self._budget.left() > 0, failed=True)
 
     def learned(self, cure: Cure, base: Step) -> Cure | None:
         """Return a cure with which the step is finite, and training learns as fp32 does with the same change.

@@ -64,7 +64,11 @@ class _Cause:
 
 
 def explosion(
-    step: Step, batches: list[list[Batch]], exact: Tensor, goes_on: Callable[[], bool] = lambda: True
+    step: Step,
+    batches: list[list[Batch]],
+    exact: Tensor,
+    goes_on: Callable[[], bool] = lambda: True,
+    failed: bool = False,
 ) -> Finding | None:
     """Return why training explodes or learns nothing in the reference; None: it does neither, or nothing cures it.
 
@@ -76,15 +80,17 @@ def explosion(
         batches: the microbatches of each step.
         exact: the losses in the reference, fp64.
         goes_on: whether there is time for another training.
+        failed: whether the run went wrong: then it is a cause, too, without which the steps learn twice as much.
     """
     # Most often it learns: then nothing is trained again.
-    if not explodes(exact, exact[:1]) and _learned(exact, exact[:3]) > _CLEAR_PROGRESS:
+    if not failed and not explodes(exact, exact[:1]) and _learned(exact, exact[:3]) > _CLEAR_PROGRESS:
         return None
 
     # It has no other cause where it learns beside weights that stand still.
     still = losses_of(step.at_rate(0.0).reference(), batches)
     grows = explodes(exact, still)
-    if not grows and _learned(exact, still) > _NO_PROGRESS:
+    share = 0.0 if grows else _learned(exact, still)
+    if not (grows or failed) and share > _NO_PROGRESS:
         return None
 
     # What happens, in words.
@@ -94,18 +100,18 @@ def explosion(
     went = f"in {dtype_name(step.exact_dtype)} the loss goes from {exact[0]:.4g} to {last} in {len(exact)} steps"
 
     # The first change after which it learns names the cause; of learning rates the one after which it learns the most.
-    rises, best, learned = False, None, 0.0
+    rises, best, most = False, None, share
     for cause in _causes(step, batches, grows):
         if not goes_on():
             break
         losses = cause.losses(batches)
-        least = 0.0 if grows or cause.kind == UNDERFLOW else _CLEAR_PROGRESS
-        here = -math.inf if explodes(losses, still) else _learned(losses, still)
-        if here > max(least, learned):
-            best, learned = cause.finding(f"{went}, and to {losses[-1]:.4g}"), here
+        least = 0.0 if grows or cause.kind == UNDERFLOW else max(_CLEAR_PROGRESS, 2 * share)
+        learned = -math.inf if explodes(losses, still) else _learned(losses, still)
+        if learned > max(least, most if cause.kind == RATE else least):
+            best, most = cause.finding(f"{went}, and to {losses[-1]:.4g}"), learned
             if cause.kind != RATE:
                 return best
-        elif best is not None:
+        elif cause.kind == RATE and (best is not None or 0 < learned < most):  # lower ones learn less still
             break
         rises |= grows and cause.kind == RATE and _learned(losses, still) < 0
     if best is not None or not rises:
