@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +16,13 @@ from torch import nn
 from evidence.doctor.command import main
 from evidence.doctor.replay import _go_to
 from evidence.doctor.step import Overrides
+from evidence.runs import merge_overrides
 from mantissa.doctor import budget
 from mantissa.doctor.checks import COMPILES, HALF_WEIGHTS, TABLE
 from mantissa.step.step import Remedies
 from recipes.bignet import BigNet
 from tests.helpers import compose
+from trainer.config.compose import compose as compose_typed
 from trainer.data.contract import Batch
 from trainer.errors import NonFiniteError, UserError
 from trainer.files import read_object, write_json
@@ -102,6 +105,22 @@ def test_a_scaler_that_skips_too_often_fails_at_its_scale(tmp_path: Path, said: 
     assert any(line.startswith("FOUND overflow, backward") for line in lines), lines
     (cure,) = [line.removeprefix("  cure: ").split() for line in lines if line.startswith("  cure: ")]
     train(compose(*BIGNET, *scaler, *cure, "checkpoint=none", f"output_dir={tmp_path}", "run_name=cured"))
+
+
+def test_the_whole_command_of_a_new_run_with_the_cure_is_printed_and_trains(tmp_path: Path, said: Said) -> None:
+    """At this rate fp32 explodes as well: the step at which it failed is examined from before that."""
+    typed = [*merge_overrides([*BIGNET, *STATIC], ["optimizer.lr=10", "steps=40"]), f"output_dir={tmp_path}"]
+    with pytest.raises(NonFiniteError):
+        train(compose_typed(typed))
+    code, lines = said(tmp_path / "bignet-fp16-s0")
+    assert code == 7
+    assert any(line.startswith("FOUND learning rate") for line in lines), lines
+    printed = lines[lines.index("train with the cure:") + 1]
+    words = shlex.split(printed)[2:]
+    assert {*typed} - {*words} == {"optimizer.lr=10"}
+    ended = train(compose_typed(words))
+    fp32 = train(compose_typed([*(word for word in words if "scaler" not in word), "precision=fp32"]))
+    assert ended.summary["final"]["valid/loss"] < 1.1 * fp32.summary["final"]["valid/loss"]
 
 
 def test_without_a_checkpoint_it_is_replayed_from_the_beginning(failing: Path, said: Said) -> None:
