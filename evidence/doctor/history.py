@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,10 @@ _FLAT = 0.03
 """Share of the first loss up to which a difference is none."""
 _FEWEST = 20
 """Steps from which on a run can be said to have learned nothing."""
+_LEAST = 5
+"""Recorded losses from which on that can be said."""
+_TIMES = 3.0
+"""How many times the usual change from one recorded loss to the next is no progress."""
 
 
 def before(step: int) -> int:
@@ -32,13 +37,13 @@ class History(NamedTuple):
     """How the loss went wrong, in words; empty: it did not, as far as is recorded."""
 
 
-def read_history(folder: Path, at: int, ended: bool) -> History:
+def read_history(folder: Path, at: int, failed: bool) -> History:
     """Read the recorded losses of a run.
 
     Args:
         folder: of the run.
         at: number of the step at which it failed, or which follows its last one.
-        ended: whether it failed there; else it went wrong only where its last losses say so.
+        failed: whether it failed there; else it went wrong only where its last losses say so.
 
     Raises:
         UserError: the record cannot be read.
@@ -47,21 +52,36 @@ def read_history(folder: Path, at: int, ended: bool) -> History:
     losses = {step: value for step, value in recorded if step < at and value is not None}
     if not losses:
         return History(before(at), "")
-    (first, began), (last, _) = next(iter(losses.items())), list(losses.items())[-1]
-    lowest = min(losses, key=losses.__getitem__)
-    best = losses[lowest]
+    steps, values = list(losses), list(losses.values())
+    return _failed(steps, values, at) if failed else _ended(steps, values, at)
 
-    # What it ends with: of a run that failed the last loss, else the mean of many, which vary.
-    values = list(losses.values())
-    end = values[-1] if ended else statistics.fmean(values[-max(1, len(values) // 3) :])
 
-    # It has left its course where it has lost half of what it had learned, and has none where it learned nothing.
-    flat = _FLAT * abs(began)
-    kept = best + max(began - best, flat) / 2
-    if end <= kept and (ended or began - best > flat or last < _FEWEST):
+def _failed(steps: list[int], values: list[float], at: int) -> History:
+    """Return since when a run had lost half of what it had learned, before it failed."""
+    best = min(values)
+    kept = best + max(values[0] - best, _FLAT * abs(values[0])) / 2
+    if values[-1] <= kept:
         return History(before(at), "")
-    wrong = f"the recorded loss goes from {shown(began)} at step {first} to {shown(end)} at step {last}"
-    if lowest not in (first, last):
-        wrong += f"; its lowest is {shown(best)}, at step {lowest}"
-    kept_at = max((step for step, value in losses.items() if value <= kept), default=1) if ended else lowest
-    return History(before(kept_at), wrong if math.isfinite(end) else "")
+    last = max(step for step, value in zip(steps, values, strict=True) if value <= kept)
+    return History(before(last), _words(steps, values, values[0], values[-1]))
+
+
+def _ended(steps: list[int], values: list[float], at: int) -> History:
+    """Return where a run that took all its steps stopped learning; single losses vary, so means of many count."""
+    if steps[-1] < _FEWEST or len(values) < _LEAST:
+        return History(before(at), "")
+    few, third = max(1, len(values) // 10), max(1, len(values) // 3)
+    means = [statistics.fmean(values[place : place + few]) for place in range(0, len(values) - few + 1, few)]
+    began, best, end = means[0], min(means), statistics.fmean(values[-third:])
+    varies = statistics.median(abs(one - other) for one, other in pairwise(values)) / math.sqrt(few)
+    learned, flat = began - best, max(_FLAT * abs(began), _TIMES * varies)
+    if learned > flat and end <= best + learned / 2 + flat:
+        return History(before(at), "")
+    lowest = steps[means.index(best) * few] if learned > flat else 1
+    return History(before(lowest), _words(steps, values, began, end))
+
+
+def _words(steps: list[int], values: list[float], began: float, end: float) -> str:
+    wrong = f"the recorded loss goes from {shown(began)} at step {steps[0]} to {shown(end)} at step {steps[-1]}"
+    lowest = steps[values.index(min(values))]
+    return wrong + (f"; its lowest is {shown(min(values))}, at step {lowest}" if lowest not in steps[:1] else "")

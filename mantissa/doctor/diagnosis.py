@@ -38,9 +38,11 @@ from mantissa.doctor.finding import (
     ERROR,
     EXAMINATION,
     EXCEPTION,
+    NO_PROGRESS,
     OVERFLOW,
     SCALE,
     UNDERFLOW,
+    UPDATE,
     Cure,
     Examined,
     Finding,
@@ -149,8 +151,12 @@ class Diagnosis:
 
     @property
     def findings(self) -> list[Finding]:
-        """The faults of the step, and the checks that crashed."""
-        return [*self.known, *self._crashes()]
+        """The faults of the step, else how the run went by its record; and the checks that crashed."""
+        return [*self.known, *self._record(), *self._crashes()]
+
+    def _record(self) -> Iterator[Finding]:
+        if self.taken.history and not self.faults:
+            yield Finding(NO_PROGRESS, UPDATE, "", self.taken.precision, detail=self.taken.history)
 
     def _crashes(self) -> Iterator[Finding]:
         for part, trace in self.budget.crashes.items():
@@ -396,7 +402,7 @@ def _other_format(result: Diagnosis) -> Format | None:
 def _verdict(result: Diagnosis) -> str:
     """Return the verdict; what is not reproduced is noted with what to do."""
     taken, as_run = result.taken, result.sweep.as_run
-    if result.faults:
+    if result.faults or taken.history:
         return FOUND
     if result.budget.crashes:
         return CRASHED

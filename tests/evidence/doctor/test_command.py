@@ -123,6 +123,15 @@ def test_the_whole_command_of_a_new_run_with_the_cure_is_printed_and_trains(tmp_
     assert ended.summary["final"]["valid/loss"] < 1.1 * fp32.summary["final"]["valid/loss"]
 
 
+def test_a_run_that_learned_nothing_is_not_healthy(tmp_path: Path, said: Said) -> None:
+    """At so low a rate; lower ones do not help."""
+    typed = [*merge_overrides(BIGNET, ["steps=30", "optimizer.lr=1e-12", "precision=bf16"]), f"output_dir={tmp_path}"]
+    train(compose_typed(typed))
+    code, lines = said(tmp_path / "bignet-bf16-s0", "check=formats")
+    assert code == 7
+    assert any(line.startswith("FOUND no progress") for line in lines), lines
+
+
 def test_without_a_checkpoint_it_is_replayed_from_the_beginning(failing: Path, said: Said) -> None:
     shutil.rmtree(failing / "failure")
     code, lines = said(f"resume={failing}", "check=formats")

@@ -32,7 +32,7 @@ def written(folder: Path, losses: dict[int, float]) -> Path:
         ({}, 9, True, 1, False),
         # One that has left its course, from before it did.
         (EXPLODES | {101: math.nan}, 101, True, 36, True),
-        (EXPLODES, 101, False, 36, True),
+        (EXPLODES, 101, False, 27, True),
         # One that has not learned anything, or got worse, from its beginning.
         (FLAT, 101, False, 1, True),
         ({step: 4.0 + step / 10 for step in range(1, 101)}, 101, False, 1, True),
