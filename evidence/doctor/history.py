@@ -19,7 +19,7 @@ _FEWEST = 20
 """Steps from which on a run can be said to have learned nothing."""
 _LEAST = 5
 """Recorded losses from which on that can be said."""
-_TIMES = 3.0
+_TIMES = 5.0
 """How many times the usual change from one recorded loss to the next is no progress."""
 
 
