@@ -72,7 +72,7 @@ def _ended(steps: list[int], values: list[float], at: int) -> History:
         return History(before(at), "")
     few, third = max(1, len(values) // 10), max(1, len(values) // 3)
     means = [statistics.fmean(values[place : place + few]) for place in range(0, len(values) - few + 1, few)]
-    began, best, end = means[0], min(means), statistics.fmean(values[-third:])
+    began, best, end = min(values[0], means[0]), min(means), statistics.fmean(values[-third:])
     varies = statistics.median(abs(one - other) for one, other in pairwise(values)) / math.sqrt(few)
     learned, flat = began - best, max(_FLAT * abs(began), _TIMES * varies)
     if learned > flat and end <= best + learned / 2 + flat:

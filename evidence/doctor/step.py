@@ -25,6 +25,7 @@ from trainer.data.loader import DataOrder, to_device
 from trainer.errors import UserError
 from trainer.optim.groups import LR_FACTOR
 from trainer.optim.masters import StochasticWeights
+from trainer.optim.optimizer import Optimizer
 from trainer.parallel.compile import Compile
 from trainer.parallel.world import World
 from trainer.parallel.wrap import Parallel
@@ -41,7 +42,7 @@ class Overrides(Remedies):
     """What to set on the command line.
 
     Args:
-        lr: learning rate of the run.
+        optimizer: of the run.
         folder: of the run; None: there is none yet.
     """
 
@@ -49,8 +50,8 @@ class Overrides(Remedies):
     eager = Typed("compile=off")
     time_budget = "time_budget={:.0f}s"
 
-    def __init__(self, lr: float, folder: Path | None) -> None:
-        self._lr = lr
+    def __init__(self, optimizer: Optimizer, folder: Path | None) -> None:
+        self._optimizer = optimizer
         self.fresh_state = "a fresh state of the optimizer at this step"
         if folder is not None:
             self.fresh_state = Typed(shlex.quote(f"init_from={as_typed(str(folder))}"))
@@ -66,7 +67,12 @@ class Overrides(Remedies):
         return Typed(f"precision={format.name}")
 
     def rate(self, factor: float) -> Typed:
-        return Typed(f"optimizer.lr={self._lr * factor:.6g}")
+        return Typed(f"optimizer.lr={self._optimizer.lr * factor:.6g}")
+
+    def option(self, name: str, value: Any) -> Typed:
+        key = f"optimizer.{name}" if name in vars(self._optimizer) else f"optimizer.options.{name}"
+        text = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+        return Typed(shlex.quote(f"{key}={text}"))
 
     def scale(self, value: float) -> Typed:
         return Typed(f"scaler=dynamic scaler.init={value:.10g}")
@@ -138,7 +144,7 @@ def step_of(trainer: Trainer, folder: Path | None = None) -> TrainerStep:
     prototype = trainer.recipe.build_model(datasets)
     set_random_state(generators, trainer.device)
     return TrainerStep(
-        remedies=Overrides(config.optimizer.lr, folder),
+        remedies=Overrides(config.optimizer, folder),
         number=trainer.step + 1,
         format=format,
         written_in=format,
@@ -194,8 +200,7 @@ class _Eager(Trainer):
                 elif isinstance(value, Tensor):
                     value = value.clone()
                 self.optimizer.state[parameter][key] = value
-        for group in self.optimizer.param_groups:
-            group[LR_FACTOR] *= step.lr_factor
+        step.change_optimizer(self.optimizer.param_groups, LR_FACTOR)
 
     def end_step(self, scale: float, correction: float, meter: UpdateMeter | None) -> None:
         """Take the optimizer's step with the gradients that backward left, and count it."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mantissa.display import dtype_name
-from mantissa.doctor.finding import INPUT, MOMENT, RATE, SCALE, UNDERFLOW, UPDATE, Cure, Finding
+from mantissa.doctor.finding import INPUT, MOMENT, OPTION, RATE, SCALE, UNDERFLOW, UPDATE, Cure, Finding
 from mantissa.doctor.outliers import find_outlier, without_outliers
 from mantissa.formats import FP32
 from mantissa.step.step import Batch, Replay, Step
@@ -26,6 +28,8 @@ the second is the cause."""
 _FACTOR, _TINY = 16.0, 1e-3
 """From the first on a constant factor of the loss is tried as the cause; gradients below the second one, as a share of
 the optimizer's eps, move no weight."""
+_MORE = 1.5
+"""How many times as much a lower rate has to let it learn as the default of an option does, to be the cause instead."""
 _RATES = tuple(10.0**-power for power in range(1, 9))
 
 
@@ -99,19 +103,22 @@ def explosion(
     last = f"{exact[-1]:.4g}{peak}" if not len(broken) else f"not finite at step {step.number + int(broken[0])}"
     went = f"in {dtype_name(step.exact_dtype)} the loss goes from {exact[0]:.4g} to {last} in {len(exact)} steps"
 
-    # The first change after which it learns names the cause; of learning rates the one after which it learns the most.
-    rises, best, most = False, None, share
+    # The first change after which it learns names the cause; of options and rates that after which it learns the most.
+    best: Finding | None = None
+    rises, most = False, share
     for cause in _causes(step, batches, grows):
         if not goes_on():
             break
         losses = cause.losses(batches)
         least = 0.0 if grows or cause.kind == UNDERFLOW else max(_CLEAR_PROGRESS, 2 * share)
         learned = -math.inf if explodes(losses, still) else _learned(losses, still)
-        if learned > max(least, most if cause.kind == RATE else least):
+        # A lower rate hides what an option does, for some steps.
+        more = most * _MORE if best is not None and (best.kind, cause.kind) == (OPTION, RATE) else most
+        if learned > max(least, more if cause.kind in (OPTION, RATE) else least):
             best, most = cause.finding(f"{went}, and to {losses[-1]:.4g}"), learned
-            if cause.kind != RATE:
+            if cause.kind not in (OPTION, RATE):
                 return best
-        elif cause.kind == RATE and (best is not None or 0 < learned < most):  # lower ones learn less still
+        elif cause.kind == RATE and 0 < learned < most:  # lower ones learn less still
             break
         rises |= grows and cause.kind == RATE and _learned(losses, still) < 0
     if best is not None or not rises:
@@ -143,10 +150,31 @@ def _causes(step: Step, batches: list[list[Batch]], grows: bool) -> Iterator[_Ca
     # A factor of the loss.
     yield from _factors(step, grows)
 
+    # Options of the optimizer that are not its defaults.
+    for name, given, default in _options(step):
+        cure = _cure(step.remedies.option(name, default), step.with_option(name, given, default))
+        yield _Cause(OPTION, f"with the optimizer's default, {name}={default}", cure)
+
     # The learning rate.
     for rate in _RATES:
         cure = _cure(step.remedies.rate(rate), step.at_rate(rate))
         yield _Cause(RATE, f"with {rate:g} times the learning rate", cure)
+
+
+def _options(step: Step) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the numbers that the optimizer is given otherwise than its class says: name, value and default."""
+    optimizer = step.reference().optimizer
+    defaults = inspect.signature(type(optimizer)).parameters
+    given = {
+        (name, value): None
+        for group in optimizer.param_groups
+        for name, value in group.items()
+        if name in defaults and name != "lr" and isinstance(value, float | tuple)
+    }
+    for name, value in given:
+        default = defaults[name].default
+        if isinstance(default, int | float | tuple) and value not in (0, default):
+            yield name, value, default
 
 
 def _factors(step: Step, grows: bool) -> Iterator[_Cause]:

@@ -26,6 +26,7 @@ from trainer.config.compose import compose as compose_typed
 from trainer.data.contract import Batch
 from trainer.errors import NonFiniteError, UserError
 from trainer.files import read_object, write_json
+from trainer.optim.optimizer import Optimizer
 from trainer.recipe import LossOutput
 from trainer.run.start import train
 
@@ -198,7 +199,7 @@ def test_what_there_is_no_time_for_is_named(finished: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("remedies", "advice"),
-    [(Overrides(0.1, None), "time_budget=140s"), (Remedies(), "time_budget_s=140, or --time-budget 140s")],
+    [(Overrides(Optimizer(), None), "time_budget=140s"), (Remedies(), "time_budget_s=140, or --time-budget 140s")],
 )
 def test_what_takes_too_long_says_how_much_time_to_give(remedies: Remedies, advice: str) -> None:
     step: Any = SimpleNamespace(free_bytes=lambda: 1, remedies=remedies)

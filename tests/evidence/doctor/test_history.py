@@ -36,6 +36,7 @@ def written(folder: Path, losses: dict[int, float]) -> Path:
         # One that has not learned anything, or got worse, from its beginning.
         (FLAT, 101, False, 1, True),
         ({step: 4.0 + step / 10 for step in range(1, 101)}, 101, False, 1, True),
+        ({1: 4.0, 2: 90.0} | {step: 200.0 - step for step in range(3, 101)}, 101, False, 1, True),
         # A run that learns, or is too short to say.
         (FALLS, 101, False, 77, False),
         (dict.fromkeys(range(1, 10), 4.0), 10, False, 1, False),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 
 import mantissa
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.course import NOT_TRAINED, Course
-from mantissa.doctor.finding import DOMAIN, OVERFLOW, RATE, Cure
+from mantissa.doctor.finding import DOMAIN, OPTION, OVERFLOW, RATE, Cure
 from mantissa.doctor.outliers import without_outliers
 from mantissa.formats import BF16, FORMATS, plain
 from mantissa.step.loop import LoopStep
@@ -89,6 +92,20 @@ def test_a_rate_at_which_fp32_explodes_is_the_first_fault_and_its_cure_learns() 
     assert (rate.kind, overflow.kind) == (RATE, OVERFLOW), str(report)
     assert "together with the next cure" in rate.cure[0]
     assert overflow.cure
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "cure"),
+    [
+        (lambda weights: torch.optim.SGD(weights, 0.1, momentum=0.999), "momentum=0 in the optimizer"),
+        (lambda weights: torch.optim.AdamW(weights, 0.1, weight_decay=900.0), "weight_decay=0.01 in the optimizer"),
+    ],
+)
+def test_an_option_of_the_optimizer_may_be_the_cause(optimizer: Any, cure: str) -> None:
+    torch.manual_seed(0)
+    model = Net([nn.Linear(NARROW, NARROW)])
+    report = mantissa.examine(model, error, regression(), "fp32", optimizer(model.parameters()), time_budget_s=600)
+    assert [(finding.kind, finding.cure) for finding in report.findings] == [(OPTION, (cure,))], str(report)
 
 
 def test_a_format_is_not_blamed_for_what_a_lower_rate_cures_alone() -> None:
