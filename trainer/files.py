@@ -29,6 +29,7 @@ TRACKING_FILE = "tracking.json"
 """What MLflow gets of the run, which run it is there, and how much of it MLflow has."""
 RUN_FILE = "run.json"
 """How the run began, by key. ``written_by``: which version. ``launch``: in which folder, and by which torchrun.
+``command``: what was typed to start it.
 ``init_from``: from which run and step. ``images``: the names of their classes, their size, and what they are normalised
 with."""
 TOKENIZER = "tokenizer"

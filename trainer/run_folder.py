@@ -25,7 +25,7 @@ from trainer.files import (
 )
 from trainer.parallel.world import launch_id, launched_processes, restarted
 
-_PATHS = ("data.path", "data.test", "data.name", "data.tokenizer", "recipe.pretrained", "init_from")
+PATHS = ("data.path", "data.test", "data.name", "data.tokenizer", "recipe.pretrained", "init_from")
 """Options that are files or folders, or may be."""
 
 
@@ -128,12 +128,11 @@ class RunFolder:
         if recorded.get("init_from") is not None and Path(str(recorded.get("data.tokenizer"))).name == TOKENIZER:
             recorded["data.tokenizer"] = str(kept)
         # Relative paths lead from where the run was started.
-        started = self._started_in()
-        for key in _PATHS if started not in (Path(), Path.cwd()) else ():
+        for key in PATHS if self.place("") not in (Path(), Path.cwd()) else ():
             value = recorded.get(key)
             is_split = key == "data.test" and recorded.get("data") == "hub"
-            if value and value != str(kept) and not is_split and _from(started, value).exists():
-                recorded[key] = str(_from(started, value))
+            if value and value != str(kept) and not is_split and self.place(value).exists():
+                recorded[key] = str(self.place(value))
         # A pretrained model whose folder is gone: its config is beside the tokenizer.
         pretrained = recorded.get("recipe.pretrained", "init_from")
         if pretrained and not Path(pretrained).expanduser().is_dir() and (kept / "config.json").is_file():
@@ -155,16 +154,14 @@ class RunFolder:
 
     def is_gone(self, key: str, recorded: Any) -> bool:
         """Return whether an option is the path of data that are no longer where they were when the run was started."""
-        return key == "data.path" and not _from(self._started_in(), recorded).exists()
+        return key == "data.path" and not self.place(recorded).exists()
 
-    def _started_in(self) -> Path:
-        """Read from run.json in which folder the run was last started; the present one where that is not known."""
-        return Path(str(run_facts(self.path, "launch").get("folder", "")))
+    def place(self, path: Any) -> Path:
+        """Return where a path of the record leads from the folder that the run was last started in.
 
-
-def _from(started: Path, path: Any) -> Path:
-    """Return where a path of the record leads from the folder that the run was started in."""
-    return started / Path(str(path)).expanduser()
+        That is in run.json; from the present one where it is not known.
+        """
+        return Path(str(run_facts(self.path, "launch").get("folder", ""))) / Path(str(path)).expanduser()
 
 
 def _example(folder: Path, output_dir: str) -> str:
@@ -192,7 +189,7 @@ def run_of(path: Path) -> RunFolder | None:
 
 def same_place(key: str, before: Any, now: Any) -> bool:
     """Return whether an option is a path to the same file or folder as before, however it is written."""
-    if key not in _PATHS or not isinstance(before, str) or not isinstance(now, str):
+    if key not in PATHS or not isinstance(before, str) or not isinstance(now, str):
         return False
     return os.path.realpath(os.path.expanduser(before)) == os.path.realpath(os.path.expanduser(now))
 

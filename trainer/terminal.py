@@ -107,8 +107,8 @@ class Terminal:
 
     def _print(self, message: str | Text, style: str = "") -> None:
         text = message if isinstance(message, Text) else Text(message, style)
-        soft_wrap = not self.console.is_terminal  # a file has no line width
-        _unless_closed(lambda: self.console.print(text, soft_wrap=soft_wrap))
+        # The terminal breaks a line that is too long: pasted from it, a command is whole.
+        _unless_closed(lambda: self.console.print(text, soft_wrap=True))
 
     def bar(self, done: int, total: int, text: Callable[[], str]) -> None:
         """Show in place how much of the training is done, a few times a second at most."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from evidence.doctor.history import before, read_history
 from evidence.doctor.step import step_of
 from evidence.runs import merge_overrides
 from mantissa.display import counted
@@ -17,7 +18,9 @@ from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
+from trainer.config.settle import plan_of
 from trainer.errors import UserError
+from trainer.hardware import detect
 from trainer.run.provenance import git_facts, versions
 from trainer.run.record import FAILURE
 from trainer.run_folder import RunFolder
@@ -30,11 +33,10 @@ _MAY_CHANGE = ("device", "loader.workers")
 def of_overrides(overrides: Sequence[str], step: int) -> tuple[TakenStep, Config]:
     """Train a new run up to a step, counted from 1, and take it; nothing is written."""
     config = compose(merge_overrides(overrides, ["parallel=single"]))
-    trainer = Trainer.from_config(config)
-    wanted = max(1, step)
-    if wanted > trainer.plan.steps:
-        raise UserError(f"step={wanted}: the run ends at step {trainer.plan.steps}", f"step={trainer.plan.steps}")
-    return _take(config, trainer, wanted), config
+    last, wanted = _steps(config), max(1, step)
+    if wanted > last:
+        raise UserError(f"step={wanted}: the run ends at step {last}", f"step={last}")
+    return _take(config, wanted, wanted), config
 
 
 def of_run(resume: str, overrides: Sequence[str], step: int) -> tuple[TakenStep, Config]:
@@ -53,7 +55,7 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> tuple[TakenStep,
     config = compose([*overrides, "parallel=single"], folder.options())  # its ranks one after another
     summary = folder.summary()
     failure = summary.get("failure") or {}
-    trainer = Trainer.from_config(config)
+    steps = _steps(config)
     failed_at = int(failure.get("step", 0))
     if failed_at and step > failed_at:
         raise UserError(
@@ -61,45 +63,58 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> tuple[TakenStep,
         )
     last = max([int(summary.get("step", 0)), *store.steps(folder.checkpoints)])
     wanted = step or failed_at or last + 1
-    if wanted > trainer.plan.steps + 1:
-        raise UserError(f"step={wanted}: {folder.path} ends earlier", f"step={trainer.plan.steps}")
-    taken = _take(config, trainer, wanted, folder, failure)
+    if wanted > steps + 1:
+        raise UserError(f"step={wanted}: {folder.path} ends earlier", f"step={steps}")
+    failed = wanted == failed_at
+    history = read_history(folder.path, wanted, failed)
+    start = history.start if failed or history.wrong else wanted
+    taken = _take(config, wanted, start, folder, failure)
     finished = not step and not failed_at and summary.get("status") == "FINISHED"
-    return replace(taken, notes=taken.notes + _differences(summary), finished=finished), config
+    notes = taken.notes + _differences(summary)
+    return replace(taken, notes=notes, finished=finished, history=history.wrong), config
 
 
 def _take(
     config: Config,
-    trainer: Trainer,
     wanted: int,
+    start: int,
     folder: RunFolder | None = None,
     failure: Mapping[str, Any] = {},
+    early: bool = False,
 ) -> TakenStep:
     """Take a step; where the loss of an earlier one is not finite take that one, whose weights it did not harm yet.
 
     Args:
         config: as composed.
-        trainer: at the first step.
         wanted: the number of the step.
+        start: the number of the step from which on training is followed.
         folder: of the run, with its checkpoints; None: there is no run yet.
         failure: how the run ended, if it failed.
+        early: whether it is not finite, though the run recorded a later step.
     """
+    # Up to the step.
+    place = folder.path if folder is not None else None
+    trainer = Trainer.from_config(config)
     began, reached = _go_to(trainer, wanted, folder)
-    notes = []
     if reached < wanted:
-        notes = [
-            f"step {reached} already raises, or its loss is not finite: that step is examined instead of step {wanted}"
-        ]
-        trainer = Trainer.from_config(config)
-        began, _ = _go_to(trainer, reached, folder)
-    step = step_of(trainer)
+        taken = _take(config, reached, min(start, before(reached)), folder, failure, early=True)
+        why = f"step {reached} already raises, or its loss is not finite"
+        return replace(taken, notes=[f"{why}: that step is examined instead of step {wanted}", *taken.notes])
+
     # What failed is taken at the loss scale at which it failed: its scaler would go on to a lower one.
-    failed = folder is not None and (step.number == failure.get("step") or reached < wanted)
+    step = step_of(trainer, place)
+    failed = folder is not None and (early or step.number == failure.get("step"))
     scale = failure.get("loss_scale") if failed else None
     step = step.at_scale(float(scale)) if scale else step
     taken = take(step, began, backs_off=not failed)
-    place = folder.path if folder is not None else None
-    return replace(taken, notes=notes + taken.notes, folder=place, failed=failed)
+
+    # Where training is followed from: a trainer of its own goes there, as checkpoints before the step may be later.
+    first = None
+    if start < wanted:
+        trainer = Trainer.from_config(config)
+        _, reached = _go_to(trainer, start, folder)
+        first = step_of(trainer, place) if reached == start else None
+    return replace(taken, folder=place, failed=failed, start=first)
 
 
 def _go_to(trainer: Trainer, step: int, folder: RunFolder | None) -> tuple[str, int]:
@@ -121,6 +136,11 @@ def _go_to(trainer: Trainer, step: int, folder: RunFolder | None) -> tuple[str, 
         if not math.isfinite(record.loss.item()) and not passed_over:
             return began, record.step
     return began, step
+
+
+def _steps(config: Config) -> int:
+    """Return how many steps a run has."""
+    return plan_of(config, detect(config.device)).steps
 
 
 def _restore(folder: RunFolder | None, trainer: Trainer, step: int) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +18,14 @@ from mantissa.formats import Format, with_masters
 from mantissa.step.step import Batch, Remedies, Step
 from mantissa.step.updates import UpdateMeter
 from mantissa.tensors import random_state, set_random_state
+from trainer.config.command_line import as_typed
 from trainer.config.schema import Config
 from trainer.config.settle import Settled
 from trainer.data.loader import DataOrder, to_device
 from trainer.errors import UserError
 from trainer.optim.groups import LR_FACTOR
 from trainer.optim.masters import StochasticWeights
+from trainer.optim.optimizer import Optimizer
 from trainer.parallel.compile import Compile
 from trainer.parallel.world import World
 from trainer.parallel.wrap import Parallel
@@ -30,36 +34,54 @@ from trainer.precision.scaler import StaticScaler
 from trainer.trainer import Trainer
 
 
-class Overrides(Remedies):
-    """What to set on the command line."""
+class Typed(str):
+    """Overrides as a shell reads them, and no other words."""
 
-    deterministic = "deterministic=true"
-    eager = "compile=off"
-    fresh_state = "a new run with init_from= this one, whose optimizer begins anew"
+
+class Overrides(Remedies):
+    """What to set on the command line.
+
+    Args:
+        optimizer: of the run.
+        folder: of the run; None: there is none yet.
+    """
+
+    deterministic = Typed("deterministic=true")
+    eager = Typed("compile=off")
     time_budget = "time_budget={:.0f}s"
 
-    def modules(self, names: Sequence[str]) -> str:
+    def __init__(self, optimizer: Optimizer, folder: Path | None) -> None:
+        self._optimizer = optimizer
+        self.fresh_state = "a fresh state of the optimizer at this step"
+        if folder is not None:
+            self.fresh_state = Typed(shlex.quote(f"init_from={as_typed(str(folder))}"))
+
+    def modules(self, names: Sequence[str]) -> Typed:
         quoted = (name if any(map(str.isalpha, name)) else f"'{name}'" for name in names)  # 0.10 would be a number
-        return f'"precision.fp32_modules=[{",".join(quoted)}]"'
+        return Typed(f'"precision.fp32_modules=[{",".join(quoted)}]"')
 
-    def operators(self, names: Sequence[str]) -> str:
-        return f'"precision.fp32_ops=[{",".join(names)}]"'
+    def operators(self, names: Sequence[str]) -> Typed:
+        return Typed(f'"precision.fp32_ops=[{",".join(names)}]"')
 
-    def format(self, format: Format) -> str:
-        return f"precision={format.name}"
+    def format(self, format: Format) -> Typed:
+        return Typed(f"precision={format.name}")
 
-    def rate(self, factor: float) -> str:
-        return f"an optimizer.lr of {factor:g} times this one"
+    def rate(self, factor: float) -> Typed:
+        return Typed(f"optimizer.lr={self._optimizer.lr * factor:.6g}")
 
-    def scale(self, value: float) -> str:
-        return f"scaler=dynamic scaler.init={value:.10g}"
+    def option(self, name: str, value: Any) -> Typed:
+        key = f"optimizer.{name}" if name in vars(self._optimizer) else f"optimizer.options.{name}"
+        text = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+        return Typed(shlex.quote(f"{key}={text}"))
+
+    def scale(self, value: float) -> Typed:
+        return Typed(f"scaler=dynamic scaler.init={value:.10g}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainerStep(Step):
     """A step of the trainer."""
 
-    remedies: Remedies = field(default_factory=Overrides)
     sums_loss: bool = True
     config: Config
     """Config of the run."""
@@ -102,8 +124,8 @@ class TrainerStep(Step):
         return self.in_format(with_masters(self.format.number))
 
 
-def step_of(trainer: Trainer) -> TrainerStep:
-    """Copy what the next step of a trainer starts from."""
+def step_of(trainer: Trainer, folder: Path | None = None) -> TrainerStep:
+    """Copy what the next step of a trainer starts from; ``folder`` is that of its run."""
     config, settled, hardware, datasets = trainer.config, trainer.plan, trainer.hardware, trainer.datasets
     format, order = config.precision.format, trainer.order
     # Data may draw from the generators, before the step does.
@@ -122,6 +144,7 @@ def step_of(trainer: Trainer) -> TrainerStep:
     prototype = trainer.recipe.build_model(datasets)
     set_random_state(generators, trainer.device)
     return TrainerStep(
+        remedies=Overrides(config.optimizer, folder),
         number=trainer.step + 1,
         format=format,
         written_in=format,
@@ -177,8 +200,7 @@ class _Eager(Trainer):
                 elif isinstance(value, Tensor):
                     value = value.clone()
                 self.optimizer.state[parameter][key] = value
-        for group in self.optimizer.param_groups:
-            group[LR_FACTOR] *= step.lr_factor
+        step.change_optimizer(self.optimizer.param_groups, LR_FACTOR)
 
     def end_step(self, scale: float, correction: float, meter: UpdateMeter | None) -> None:
         """Take the optimizer's step with the gradients that backward left, and count it."""

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby, zip_longest
 from operator import itemgetter
 from traceback import walk_tb
@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from mantissa.display import dtype_name
-from mantissa.doctor.finding import DOMAIN, EXCEPTION, INPUT, OVERFLOW, UNDERFLOW, Finding
+from mantissa.doctor.finding import DOMAIN, EXCEPTION, INPUT, OVERFLOW, UNDERFLOW, Cure, Finding
 from mantissa.doctor.outliers import Outlier, find_outlier, samples, without_outliers
 from mantissa.doctor.tape import UNWRITTEN, Node, Outside, Tape
 from mantissa.errors import described
@@ -272,7 +272,7 @@ def _input(origin: Origin) -> Finding | None:
     """Name the tensor and the sample that is not finite before the step, with a cure that was tried."""
     if not origin.from_outside:
         return None
-    replay, step = origin.replay, origin.replay.step
+    step = origin.replay.step
     outside = min(origin.node.roots(), key=lambda root: not root.in_batch)
     name, tensor, rows, in_batch = outside.name, outside.tensor, outside.rows, outside.in_batch
     size = len(tensor) if tensor.ndim else 0
@@ -281,17 +281,17 @@ def _input(origin: Origin) -> Finding | None:
     detail = f"{name} ({stored}{bad:,} of {tensor.numel():,} elements) is not finite before the step"
 
     # Some samples of a batch can be left out; of anything else the values have to change.
+    data: Callable[[Batch], Batch]
     if in_batch and 0 < len(rows) < size:
-        left, named = [row for row in range(size) if row not in rows], samples(rows)
-        place, cure = f"{name}, {named}", f"leave out {named} of {name}: without, the step is finite"
-        other = step.with_microbatches(_with_rows(batch, left, size) for batch in replay.step.microbatches)
+        named = samples(rows)
+        place, cure, data = f"{name}, {named}", f"leave out {named} of {name}", _without_bad_samples
     else:
-        place, cure = name, f"finite values in {name}: with zeros in their place, the step is finite"
-        other = step.with_microbatches(map_tensors(batch, _without_infinities) for batch in replay.step.microbatches)
+        place, cure, data = name, f"finite values in {name}", partial(map_tensors, change=_without_infinities)
+    other = step.with_microbatches(map(data, step.microbatches))
+    if not in_batch:
         other = other.with_values(_without_infinities)
     module = "" if in_batch else name.rpartition(".")[0]
-    cures = (cure,) if _is_finite(replay, other) else ()
-    return origin.finding(INPUT, [detail], cure=cures, module=module, tensor=place)
+    return origin.finding(INPUT, [detail], candidates=(Cure(cure, other, data=data),), module=module, tensor=place)
 
 
 def _underflow(origin: Origin) -> Finding | None:
@@ -308,12 +308,13 @@ def _sample(origin: Origin) -> Finding | None:
     """Name a sample that is far larger than others, where fp32 cannot hold what comes of it, but of others can."""
     if not origin.in_fp32 or origin.outlier is None:
         return None
-    usual = map(without_outliers, origin.replay.step.microbatches)
-    if not _is_finite(origin.replay, origin.replay.step.with_microbatches(usual)):
+    step = origin.replay.step
+    usual = step.with_microbatches(map(without_outliers, step.microbatches))
+    if not _is_finite(origin.replay, usual):
         return None
     place = origin.outlier.place
-    cure = f"leave out {place}: with usual samples in the place of such, the step is finite"
-    return origin.finding(INPUT, origin.numbers, cure=(cure,), module="", tensor=place)
+    cure = Cure(f"leave out {place}, and others like it", usual, data=without_outliers)
+    return origin.finding(INPUT, origin.numbers, candidates=(cure,), module="", tensor=place)
 
 
 def _cast_data(origin: Origin) -> Finding | None:
@@ -323,10 +324,11 @@ def _cast_data(origin: Origin) -> Finding | None:
         return None
     for name, tensor in ((name, tensor) for batch in replay.step.microbatches for name, tensor in batch.items()):
         if tensor.numel() == math.prod(site.shape) and tensor.float().abs().max() > FP16.largest:
-            small = [map_tensors(batch, _standardized) for batch in replay.step.microbatches]
-            name = batch_key(name)
-            cure = (f"standardize {name}",) if _is_finite(replay, replay.step.with_microbatches(small)) else ()
-            return origin.finding(OVERFLOW, origin.numbers, cure=cure, tensor=name)
+            data, name = partial(_standardized, name=name), batch_key(name)
+            cure = Cure(
+                f"standardize {name}", replay.step.with_microbatches(map(data, replay.step.microbatches)), data=data
+            )
+            return origin.finding(OVERFLOW, origin.numbers, candidates=(cure,), tensor=name)
     return None
 
 
@@ -342,8 +344,22 @@ def _operator(origin: Origin) -> Finding:
         details.append(f"{samples(rows)} of the batch alone")
     if origin.others:
         details.append(f"{origin.others} operators are not finite independently of each other, this is the first")
-    cure = (f"leave out {samples(rows)}: without, the step is finite",) if rows else ()
-    return origin.finding(kind, details, cure=cure)
+    return origin.finding(kind, details, candidates=tuple(_sample_cures(origin.replay, rows)))
+
+
+def _sample_cures(replay: Replay, rows: list[int]) -> Iterator[Cure]:
+    """Yield batches without the samples that spoil them as a cure, where some rows do in this one."""
+    if not rows:
+        return
+
+    def data(batch: Batch) -> Batch:
+        one = replay.of(replay.step.with_microbatches([batch]))
+        size = max(len(tensor) for tensor in batch.values() if tensor.ndim)
+        bad = _spoiling(one) if one.run().nonfinite else []
+        return _with_rows(batch, [row for row in range(size) if row not in bad], size) if bad else batch
+
+    usual = replay.step.with_microbatches(map(data, replay.step.microbatches))
+    yield Cure(f"leave out {samples(rows)}, and others like it", usual, data=data)
 
 
 class Flushed(NamedTuple):
@@ -430,8 +446,24 @@ def _spoiling(replay: Replay) -> list[int]:
     return spoil if spoil and not left and others and is_finite(others) else []
 
 
-def _standardized(tensor: Tensor) -> Tensor:
-    return tensor.float().tanh().to(tensor.dtype)
+def _without_bad_samples(batch: Batch) -> Batch:
+    """Return a batch of the same size with finite samples in the place of those that are not."""
+    size = max((len(tensor) for tensor in batch.values() if tensor.ndim), default=0)
+    left = set(range(size))
+    for tensor in batch.values():
+        if tensor.shape[:1] == (size,) and tensor.is_floating_point():
+            left -= set((~tensor.isfinite()).reshape(size, -1).any(1).nonzero().flatten().tolist())
+    return _with_rows(batch, sorted(left), size) if 0 < len(left) < size else batch
+
+
+def _standardized(batch: Batch, name: str) -> Batch:
+    """Return a batch of whose tensor the mean is 0 and the deviation 1."""
+
+    def change(tensor: Tensor) -> Tensor:
+        wide = tensor.double()
+        return ((wide - wide.mean()) / wide.std().clamp(min=1e-12)).to(tensor.dtype)
+
+    return map_tensors(batch, lambda tensor: change(tensor) if tensor is batch[name] else tensor)
 
 
 def _without_infinities(tensor: Tensor) -> Tensor:

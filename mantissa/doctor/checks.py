@@ -25,6 +25,7 @@ MANIFEST, RANGE, MODULES, COMPILED = "manifest", "range", "modules", "compiled s
 """Names of the parts whose rows are read: they are in ``Diagnosis.examined``."""
 RUNS, FINITE, EXACT = "the run's format raises nothing", "the step is finite in it", "the step is finite in fp32"
 COMPILES, HALF, HALF_WEIGHTS = "the run compiles", "it computes in 16 bits", "it keeps weights in 16 bits alone"
+BEGINS = "the step from which on its course is followed is finite"
 """What is known of a step before the checks: from the format sweep, then of the run and its format."""
 Sort = tuple[str, str]
 """A kind of faults and their direction."""
@@ -48,6 +49,8 @@ class Check:
     """Whether it is made after others, too, for its table alone."""
     of_cured: bool = False
     """Whether it examines the step that is cured of the faults before it."""
+    of_course: bool = False
+    """Whether it is for the step from which on the course is followed, and what follows."""
     unplaced: str = ""
     """Kind of its faults that may show nowhere: such a one is where a cure changes something."""
     finds_half: bool = False
@@ -78,9 +81,17 @@ TABLE = (
     Check(MODULES, module_errors, after=frozenset({STORED}), unplaced=ERROR, finds_half=True),
     Check(MODULES, whole_gradients, "whole gradients", after=frozenset({STORED}), unplaced=ERROR, finds_half=True),
     # What training loses.
-    Check("updates", updates, needs=frozenset({FINITE, HALF_WEIGHTS})),
-    Check("state", state_updates),
-    Check("divergence", divergence, after=frozenset({LOST_UPDATES}), of_cured=True, unplaced=DIVERGENCE),
+    Check("updates", updates, needs=frozenset({BEGINS, HALF_WEIGHTS}), of_course=True),
+    Check("state", state_updates, needs=frozenset({BEGINS}), of_course=True),
+    Check(
+        "divergence",
+        divergence,
+        needs=frozenset({BEGINS}),
+        after=frozenset({LOST_UPDATES}),
+        of_cured=True,
+        of_course=True,
+        unplaced=DIVERGENCE,
+    ),
 )
 CHECKS = tuple(dict.fromkeys((SWEEP, *(check.name for check in TABLE), ISLANDS)))
 """Names of all that can be asked for."""

@@ -1,4 +1,4 @@
-"""What cures a fault: another step, of which the check that found it no longer reports it, and which trains on.
+"""What cures a fault: a change with which the check that found it no longer reports it, and with which training learns.
 
 Where fp32 in some modules or operators may be a cure, the candidates are searched for here; a fault that shows nowhere
 is where the cure changes something.
@@ -19,20 +19,19 @@ from torch import Tensor
 from mantissa.display import size
 from mantissa.doctor.budget import Budget, cannot_compute
 from mantissa.doctor.cause import find_exception, find_origin
+from mantissa.doctor.course import Course
 from mantissa.doctor.dtypes import NO_CAST, explicit_casts
 from mantissa.doctor.finding import DOMAIN, EXCEPTION, OVERFLOW, UNDERFLOW, Again, Cure, Finding
 from mantissa.doctor.tape import UNWRITTEN
 from mantissa.errors import FormatError
 from mantissa.formats import FP16, Format
 from mantissa.step.ledger import MemoryLedger
-from mantissa.step.step import Batch, Remedies, Replay, Step
+from mantissa.step.step import Batch, Replay, Step
 from mantissa.step.trace import BACKWARD, FORWARD, HALF, Line, Op, Trace, functional_name
 from mantissa.tensors import numbers_in, relative_error
 
 _OTHERS = 3
 """Following steps, on whose first microbatch islands must be finite, too."""
-_TRAINED = 8
-"""Following steps that a cure must train."""
 _HEADROOM = 2.0
 """Factor by which results in fp16 must stay below the largest number, where an overflow is cured."""
 CURES = "cures"
@@ -40,21 +39,6 @@ CURES = "cures"
 
 
 # --- whether a cure holds ---
-
-
-def trains(step: Step) -> bool:
-    """Return whether a step is finite, at a loss scale that its scaler would find, and trains on."""
-    try:
-        # This step.
-        replay = step.as_run()
-        if replay.run_with_backoff().nonfinite:
-            return False
-        # Those that follow.
-        return all(map(math.isfinite, replay.train(step.following(_TRAINED))))
-    except Exception as error:  # of any kind: a module that cannot compute in fp32 alone
-        if cannot_compute(error):
-            return False
-        raise
 
 
 @dataclass(frozen=True)
@@ -66,6 +50,10 @@ class Trial:
     """Keys of what else the check reports of the step as it is."""
     again: Again
     """The check."""
+    base: Step
+    """The step that it examined, which cures change."""
+    course: Course
+    """What follows, in which cures train."""
     budget: Budget
 
     def is_gone(self, step: Step) -> bool:
@@ -82,12 +70,15 @@ class Trial:
 
     def first(self, cures: Iterable[Cure]) -> list[Cure]:
         """Return the first cure that holds; empty: none does."""
-        return next(([cure] for cure in cures if self._holds(cure)), [])
+        return next(([held] for cure in cures if (held := self._held(cure))), [])
 
-    def _holds(self, cure: Cure) -> bool:
-        """Return whether a cure holds; one with which the model cannot be computed does not, and others are tried."""
-        step = cure.step
-        return bool(self.budget.run(CURES, lambda: self.is_gone(step) and trains(step)))
+    def _held(self, cure: Cure) -> Cure | None:
+        """Return a cure that holds; one with which the model cannot be computed does not, and others are tried."""
+        return self.budget.run(CURES, lambda: self.learned(cure) if self.is_gone(cure.step) else None)
+
+    def learned(self, cure: Cure) -> Cure | None:
+        """Return a cure with which training learns; see ``Course``."""
+        return self.course.learned(cure, self.base)
 
     def place(self, cures: Iterable[Cure]) -> tuple[list[Cure], dict[str, Any]]:
         """Return the first cure that holds, and where it says the finding is; else the first place without it."""
@@ -95,8 +86,8 @@ class Trial:
         for cure in cures:
             if self.is_gone(cure.step):
                 at = at or cure.at
-                if trains(cure.step):
-                    return [cure], cure.at
+                if held := self.learned(cure):
+                    return [held], cure.at
         return [], at
 
 
@@ -188,12 +179,6 @@ class Islands(Cure):
     """Memory that they add to a step; empty: it was not measured."""
 
 
-def islands_text(remedies: Remedies, modules: list[str], cost: str, minimal: bool) -> str:
-    """Return what to set, and what it costs."""
-    about = ", ".join(filter(None, [cost, "" if minimal else "not minimal: out of time"]))
-    return remedies.modules(modules) + (f"  ({about})" if about else "")
-
-
 def find_islands(step: Step, trial: Trial) -> Islands | None:
     """Return the islands that cure a finding, and with which the step trains on; None: there are none.
 
@@ -223,13 +208,14 @@ def find_islands(step: Step, trial: Trial) -> Islands | None:
     # Leave out.
     modules = _needed(modules, lambda rest: goes_on() and not faults(rest))
     other, minimal = step.in_fp32(modules), goes_on()
-    if not trains(other):  # that it is cured is known, also where there is no more time
+    held = trial.learned(Cure(step.remedies.modules(other.fp32_modules), other))
+    if held is None:  # that it is cured is known, also where there is no more time
         return None
     cost = ""
     if finding.kind != EXCEPTION:  # without them there is no step to compare with
         cost = trial.budget.run("cost of the islands", partial(_cost, step, other)) or ""
-    text = islands_text(step.remedies, other.fp32_modules, cost, minimal)
-    return Islands(text, other, modules=modules, minimal=minimal, cost=cost)
+    about = ", ".join(filter(None, [cost, "" if minimal else "not minimal: out of time", held.about]))
+    return Islands(held.text, other, about=about, modules=modules, minimal=minimal, cost=cost)
 
 
 def _outside_of(modules: list[str], module: str) -> str:

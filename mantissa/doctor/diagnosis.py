@@ -14,6 +14,7 @@ import torch
 
 from mantissa.doctor.budget import Budget, Say
 from mantissa.doctor.checks import (
+    BEGINS,
     CHECKS,
     COMPILED,
     COMPILES,
@@ -28,6 +29,7 @@ from mantissa.doctor.checks import (
     TABLE,
     Check,
 )
+from mantissa.doctor.course import Course
 from mantissa.doctor.cures import Islands, Trial, line_of_error, places, search
 from mantissa.doctor.finding import (
     CRASH,
@@ -36,9 +38,11 @@ from mantissa.doctor.finding import (
     ERROR,
     EXAMINATION,
     EXCEPTION,
+    NO_PROGRESS,
     OVERFLOW,
     SCALE,
     UNDERFLOW,
+    UPDATE,
     Cure,
     Examined,
     Finding,
@@ -75,6 +79,10 @@ class TakenStep:
     """Whether the run itself ended at this step, because it was not finite."""
     finished: bool = False
     """Whether the run took all its steps, and this is one more."""
+    start: Step | None = None
+    """An earlier step of the same run, before its loss left its course; None: the step itself."""
+    history: str = ""
+    """How its loss went wrong by its record; empty: it did not, or there is none."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -84,8 +92,8 @@ class TakenStep:
 
     @property
     def finite(self) -> bool:
-        """Whether the step was taken."""
-        return not self.skipped and math.isfinite(self.loss)
+        """Whether the step was taken; a norm beyond fp32's range clips gradients to 0 or to NaN."""
+        return not self.skipped and math.isfinite(self.loss) and self.grad_norm != math.inf
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,7 @@ class Fault:
     def finding(self) -> Finding:
         """The same with the cures that hold, and the place that they say, for the report."""
         at = dict(item for cure in self.held for item in cure.at.items()) or self.at
-        cure = (*self.reported.cure, *(cure.text for cure in self.held))
+        cure = (*self.reported.cure, *map(str, self.held))
         return replace(self.reported, **at, cure=cure, candidates=())
 
 
@@ -121,14 +129,20 @@ class Diagnosis:
     budget: Budget
     step: Step
     """The step, at the loss scale at which it is finite, if there is one."""
+    course: Course
+    """How training goes on from where the run left its course, or from the step."""
     verdict: str = HEALTHY
     sweep: Sweep = field(default_factory=Sweep)
     faults: list[Fault] = field(default_factory=list)
+    beside: Cure | None = None
+    """Cure of what explodes in fp32, too, with which those of other faults are tried together."""
     examined: dict[str, Examined] = field(default_factory=dict)
     """What each part of the examination measured."""
     notes: list[str] = field(default_factory=list)
     not_asked: list[str] = field(default_factory=list)
     """Checks that were not to be made."""
+    not_made: list[str] = field(default_factory=list)
+    """Checks that say nothing of this step, or nothing new after its faults."""
 
     @property
     def known(self) -> list[Finding]:
@@ -137,8 +151,12 @@ class Diagnosis:
 
     @property
     def findings(self) -> list[Finding]:
-        """The faults of the step, and the checks that crashed."""
-        return [*self.known, *self._crashes()]
+        """The faults of the step, else how the run went by its record; and the checks that crashed."""
+        return [*self.known, *self._record(), *self._crashes()]
+
+    def _record(self) -> Iterator[Finding]:
+        if self.taken.history and not self.faults:
+            yield Finding(NO_PROGRESS, UPDATE, "", self.taken.precision, detail=self.taken.history)
 
     def _crashes(self) -> Iterator[Finding]:
         for part, trace in self.budget.crashes.items():
@@ -148,10 +166,14 @@ class Diagnosis:
             yield Finding(CRASH, EXAMINATION, "", self.taken.precision, detail=detail, tensor=place)
 
     @property
+    def held(self) -> list[Cure]:
+        """The cures that hold, those of the first fault first."""
+        return [cure for fault in self.faults for cure in fault.held]
+
+    @property
     def islands(self) -> Islands | None:
         """The modules in fp32 that cure the step; None: none do, or were sought."""
-        held = [cure for fault in self.faults for cure in fault.held]
-        return next((cure for cure in held if isinstance(cure, Islands)), None)
+        return next((cure for cure in self.held if isinstance(cure, Islands)), None)
 
     @property
     def formats(self) -> list[FormatTrial]:
@@ -188,6 +210,7 @@ class Diagnosis:
             HALF_WEIGHTS: format.only_half,
             RUNS: as_run is None or as_run.status != RAISES,
             FINITE: self.finite,
+            BEGINS: self.finite or self.course.start.number < self.step.number,
             EXACT: fp32.status == OK if fp32 is not None else self.finite,
         }
         return {fact for fact, holds in facts.items() if holds}
@@ -213,21 +236,30 @@ def diagnose(
         say: hears what is examined next.
     """
     budget = Budget(time_budget_s, taken.step, say, taken.seconds, taken.memory_bytes)
-    result = Diagnosis(taken, budget, taken.step, notes=list(taken.notes))
+    result = Diagnosis(taken, budget, taken.step, Course(taken.start or taken.step, budget), notes=list(taken.notes))
     result.not_asked = [name for name in CHECKS if name not in checks]
 
     # The same step in one format after another: where it breaks first is a fault.
     if SWEEP in checks or not taken.finite:
         _sweep(result)
+    # Formats are not at fault where fp32 explodes from the same start.
+    if result.faults or taken.history:
+        _follow(result)
+    result.faults = [fault if fault.held else _tried(fault) for fault in result.faults]
 
+    made = {SWEEP, ISLANDS}
     # What a step can hide that is finite. The cures that a check knows are tried at once: what follows may need one.
     for check in TABLE:
         if check.name in checks and _is_wanted(result, check):
             _make(result, check)
+            made.add(check.name)
+    result.not_made = [name for name in checks if name not in made]
 
     # The first fault of 16 bits: another loss scale, fp32 in some places, or another format.
     if ISLANDS in checks:
         _search(result)
+    if result.faults:
+        _combine(result)
 
     result.verdict = _verdict(result)
     return result
@@ -241,13 +273,42 @@ def _sweep(result: Diagnosis) -> None:
     result.notes += sweep.notes
     if sweep.as_run is not None and sweep.as_run.status == OK:
         result.step = taken.step.at_scale(sweep.as_run.scale)
+        result.course = Course(taken.start or result.step, result.budget)
 
     # Nothing is left of its faults where a step is finite, and a `Trial` asks that of any cure: where a run has ended
     # though a lower loss scale is finite, at the scale of the cure.
     again = at_its_scale if result.ended_at_scale else lambda other: Examined()
     for finding in sweep.findings:
-        trial = Trial(finding, frozenset(), again, result.budget)
-        result.faults.append(_tried(Fault(trial, sweep.half)))
+        trial = Trial(finding, frozenset(), again, taken.step, result.course, result.budget)
+        result.faults.append(Fault(trial, sweep.half))
+
+
+def _follow(result: Diagnosis) -> None:
+    """Train on in fp32 from where the run left its course: what explodes there, too, is the first fault.
+
+    Where its cure does not suffice in the run's format, those of the other faults are tried together with it.
+    """
+    course, budget = result.course, result.budget
+    finding = budget.run("training in fp32", course.explosion)
+    if finding is None:
+        return
+    fault = _tried(
+        Fault(Trial(finding, frozenset(), lambda other: Examined(), course.start, course, budget), half=False)
+    )
+    others = [replace(other, half=other.half and not fault.held) for other in result.faults]
+    if not fault.held and others and finding.candidates and finding.candidates[0].data is None:
+        result.beside = finding.candidates[0]
+        result.course = Course(result.beside.step, budget)
+        others = [replace(other, trial=replace(other.trial, course=result.course)) for other in others]
+    result.faults = [fault, *others]
+
+
+def _combine(result: Diagnosis) -> None:
+    """Let the first fault have its cure where that of another one was tried together with it."""
+    first, *others = result.faults
+    if result.beside is not None and any(other.held for other in others):
+        cure = replace(result.beside, about="together with the next cure")
+        result.faults[0] = replace(first, held=(cure,))
 
 
 def _is_wanted(result: Diagnosis, check: Check) -> bool:
@@ -274,7 +335,7 @@ def _make(result: Diagnosis, check: Check) -> None:
     lines = {finding.line for finding in result.known if finding.line}
     for finding in examined.findings:
         if finding.kind != DTYPE or finding.line not in lines:
-            trial = Trial(finding, keys - {finding.key}, again, budget)
+            trial = Trial(finding, keys - {finding.key}, again, _base_for(result, check), result.course, budget)
             fault = Fault(trial, check.finds_half)
             unplaced = finding.kind == check.unplaced and not finding.module and not finding.tensor
             placed = budget.run("place", partial(_placed, step, fault)) if unplaced else _tried(fault)
@@ -283,8 +344,14 @@ def _make(result: Diagnosis, check: Check) -> None:
 
 def _step_for(result: Diagnosis, check: Check) -> Step:
     """Return the step that a check examines: as it is, or cured of the faults that are known."""
-    cured = [fault.held[0].step for fault in result.faults if fault.held]
-    return cured[0] if check.of_cured and cured else result.step
+    base = _base_for(result, check)
+    cured = [base.changed_as(fault.held[0].step, fault.trial.base) for fault in result.faults if fault.held]
+    return cured[0] if check.of_cured and cured else base
+
+
+def _base_for(result: Diagnosis, check: Check) -> Step:
+    """Return the step that a check is for: this one, or that from which on the course is followed."""
+    return result.course.start if check.of_course else result.step
 
 
 def _tried(fault: Fault) -> Fault:
@@ -319,7 +386,7 @@ def _search(result: Diagnosis) -> None:
     if result.ended_at_scale and result.sweep.as_run is not None:
         step = result.taken.step
         scale = min(scale, result.sweep.as_run.scale) if scale is not None else None
-    trial = replace(fault.trial, finding=fault.finding)  # with its place
+    trial = replace(fault.trial, finding=fault.finding, base=step)  # with its place
     held = result.budget.run(ISLANDS, partial(search, step, trial, scale, _other_format(result)))
     result.faults[result.faults.index(fault)] = replace(fault, held=tuple(held or ()))
 
@@ -335,7 +402,7 @@ def _other_format(result: Diagnosis) -> Format | None:
 def _verdict(result: Diagnosis) -> str:
     """Return the verdict; what is not reproduced is noted with what to do."""
     taken, as_run = result.taken, result.sweep.as_run
-    if result.faults:
+    if result.faults or taken.history:
         return FOUND
     if result.budget.crashes:
         return CRASHED

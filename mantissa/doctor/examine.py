@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from mantissa.doctor.budget import Say
 from mantissa.doctor.checks import CHECKS
+from mantissa.doctor.course import MOST_STEPS
 from mantissa.doctor.diagnosis import Diagnosis, TakenStep, diagnose
 from mantissa.doctor.finding import Finding
 from mantissa.doctor.report import lines, opening, write_report
-from mantissa.doctor.training import MOST_STEPS
 from mantissa.errors import UsageError, check_type
 from mantissa.formats import FORMATS, computing_in
 from mantissa.names import format_name

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mantissa.display import dtype_name
-from mantissa.doctor.finding import INPUT, MOMENT, RATE, SCALE, UNDERFLOW, UPDATE, Finding
+from mantissa.doctor.finding import INPUT, MOMENT, OPTION, RATE, SCALE, UNDERFLOW, UPDATE, Cure, Finding
 from mantissa.doctor.outliers import find_outlier, without_outliers
 from mantissa.formats import FP32
 from mantissa.step.step import Batch, Replay, Step
@@ -25,6 +28,8 @@ the second is the cause."""
 _FACTOR, _TINY = 16.0, 1e-3
 """From the first on a constant factor of the loss is tried as the cause; gradients below the second one, as a share of
 the optimizer's eps, move no weight."""
+_MORE = 1.5
+"""How many times as much a lower rate has to let it learn as the default of an option does, to be the cause instead."""
 _RATES = tuple(10.0**-power for power in range(1, 9))
 
 
@@ -32,54 +37,97 @@ _RATES = tuple(10.0**-power for power in range(1, 9))
 class _Cause:
     """What may be the cause, and the steps without it."""
 
-    finding: Finding
-    step: Step
-    batches: list[list[Batch]]
+    kind: str
+    detail: str
+    """Without what the loss goes elsewhere."""
+    cure: Cure
+    module: str = ""
+    tensor: str = ""
+    line: str = ""
     times: float = 1.0
     """Factor between the losses of the run and those without the cause."""
 
+    def losses(self, batches: list[list[Batch]]) -> Tensor:
+        """Return the losses without it in the reference, fp64."""
+        if self.cure.data is not None:
+            batches = [list(map(self.cure.data, microbatches)) for microbatches in batches]
+        return self.times * losses_of(self.cure.step.exact(), batches)
 
-def explosion(step: Step, batches: list[list[Batch]], exact: Tensor) -> Finding | None:
+    def finding(self, detail: str) -> Finding:
+        """Return the fault."""
+        return Finding(
+            self.kind,
+            UPDATE,
+            self.module,
+            FP32.name,
+            detail=f"{detail} {self.detail}",
+            tensor=self.tensor,
+            line=self.line,
+            candidates=(self.cure,),
+        )
+
+
+def explosion(
+    step: Step,
+    batches: list[list[Batch]],
+    exact: Tensor,
+    goes_on: Callable[[], bool] = lambda: True,
+    failed: bool = False,
+) -> Finding | None:
     """Return why training explodes or learns nothing in the reference; None: it does neither, or nothing cures it.
 
-    What is named was changed, and the same steps were trained again.
+    What is named was changed, and the same steps were trained again; of learning rates that is the best of those that
+    are ten times lower each.
 
     Args:
         step: the first step.
         batches: the microbatches of each step.
         exact: the losses in the reference, fp64.
+        goes_on: whether there is time for another training.
+        failed: whether the run went wrong: then it is a cause, too, without which the steps learn twice as much.
     """
     # Most often it learns: then nothing is trained again.
-    if not _explodes(exact, exact[:1]) and _learned(exact, exact[:3]) > _CLEAR_PROGRESS:
+    if not failed and not explodes(exact, exact[:1]) and _learned(exact, exact[:3]) > _CLEAR_PROGRESS:
         return None
 
     # It has no other cause where it learns beside weights that stand still.
     still = losses_of(step.at_rate(0.0).reference(), batches)
-    explodes = _explodes(exact, still)
-    if not explodes and _learned(exact, still) > _NO_PROGRESS:
+    grows = explodes(exact, still)
+    share = 0.0 if grows else _learned(exact, still)
+    if not (grows or failed) and share > _NO_PROGRESS:
         return None
 
     # What happens, in words.
     broken = (~exact.isfinite()).nonzero()
-    peak = f" (at most {exact.max():.4g})" if explodes else ""  # from which it may have come back
+    peak = f" (at most {exact.max():.4g})" if grows else ""  # from which it may have come back
     last = f"{exact[-1]:.4g}{peak}" if not len(broken) else f"not finite at step {step.number + int(broken[0])}"
     went = f"in {dtype_name(step.exact_dtype)} the loss goes from {exact[0]:.4g} to {last} in {len(exact)} steps"
 
-    # The first change after which it learns names the cause.
-    rises = False
-    for cause in _causes(step, batches, explodes):
-        losses = cause.times * losses_of(cause.step.exact(), cause.batches)
-        least = 0.0 if explodes or cause.finding.kind == UNDERFLOW else _CLEAR_PROGRESS
-        if not _explodes(losses, still) and _learned(losses, still) > least:
-            return replace(cause.finding, detail=f"{went}, and to {losses[-1]:.4g} {cause.finding.detail}")
-        rises |= explodes and cause.finding.kind == RATE and _learned(losses, still) < 0
-    if not rises:
-        return None
+    # The first change after which it learns names the cause; of options and rates that after which it learns the most.
+    best: Finding | None = None
+    rises, most = False, share
+    for cause in _causes(step, batches, grows):
+        if not goes_on():
+            break
+        losses = cause.losses(batches)
+        least = 0.0 if grows or cause.kind == UNDERFLOW else max(_CLEAR_PROGRESS, 2 * share)
+        learned = -math.inf if explodes(losses, still) else _learned(losses, still)
+        # A lower rate hides what an option does, for some steps.
+        more = most * _MORE if best is not None and (best.kind, cause.kind) == (OPTION, RATE) else most
+        if learned > max(least, more if cause.kind in (OPTION, RATE) else least):
+            best, most = cause.finding(f"{went}, and to {losses[-1]:.4g}"), learned
+            if cause.kind not in (OPTION, RATE):
+                return best
+        elif cause.kind == RATE and 0 < learned < most:  # lower ones learn less still
+            break
+        rises |= grows and cause.kind == RATE and _learned(losses, still) < 0
+    if best is not None or not rises:
+        return best
     detail = f"{went}, and it rises with much lower learning rates, too, as with a wrong sign, or weight decay"
     return Finding(RATE, UPDATE, "", FP32.name, detail=detail)
 
 
-def _causes(step: Step, batches: list[list[Batch]], explodes: bool) -> Iterator[_Cause]:
+def _causes(step: Step, batches: list[list[Batch]], grows: bool) -> Iterator[_Cause]:
     """Yield what may be the cause, the likeliest first."""
     # What the optimizer has kept of earlier steps.
     if step.moments:
@@ -88,42 +136,64 @@ def _causes(step: Step, batches: list[list[Batch]], explodes: bool) -> Iterator[
         detail = (
             f"with a fresh state of the optimizer; the largest, {state}, is {times:.3g} times the gradient of this step"
         )
-        finding = _finding(MOMENT, detail, step.remedies.fresh_state, name.rpartition(".")[0], state)
-        yield _Cause(finding, step.with_fresh_state(), batches)
+        cure = _cure(step.remedies.fresh_state, step.with_fresh_state())
+        yield _Cause(MOMENT, detail, cure, name.rpartition(".")[0], state)
 
     # Samples that are far larger than others.
-    if explodes and (sample := find_outlier(batch for microbatches in batches for batch in microbatches)):
+    if grows and (sample := find_outlier(batch for microbatches in batches for batch in microbatches)):
         number = step.number + sample.batch // len(batches[0])
         detail = f"with usual samples in the place of such; in step {number}, {sample}"
-        finding = _finding(INPUT, detail, f"leave out {sample.place}, and others like it", tensor=sample.place)
-        yield _Cause(finding, step, [list(map(without_outliers, microbatches)) for microbatches in batches])
+        usual = step.with_microbatches(map(without_outliers, step.microbatches))
+        cure = _cure(f"leave out {sample.place}, and others like it", usual, without_outliers)
+        yield _Cause(INPUT, detail, cure, tensor=sample.place)
 
     # A factor of the loss.
-    yield from _factors(step, batches, explodes)
+    yield from _factors(step, grows)
+
+    # Options of the optimizer that are not its defaults.
+    for name, given, default in _options(step):
+        cure = _cure(step.remedies.option(name, default), step.with_option(name, given, default))
+        yield _Cause(OPTION, f"with the optimizer's default, {name}={default}", cure)
 
     # The learning rate.
-    for rate in _RATES if explodes else _RATES[:2]:
-        finding = _finding(RATE, f"with {rate:g} times the learning rate", step.remedies.rate(rate))
-        yield _Cause(finding, step.at_rate(rate), batches)
+    for rate in _RATES:
+        cure = _cure(step.remedies.rate(rate), step.at_rate(rate))
+        yield _Cause(RATE, f"with {rate:g} times the learning rate", cure)
 
 
-def _factors(step: Step, batches: list[list[Batch]], explodes: bool) -> Iterator[_Cause]:
+def _options(step: Step) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the numbers that the optimizer is given otherwise than its class says: name, value and default."""
+    optimizer = step.reference().optimizer
+    defaults = inspect.signature(type(optimizer)).parameters
+    given = {
+        (name, value): None
+        for group in optimizer.param_groups
+        for name, value in group.items()
+        if name in defaults and name != "lr" and isinstance(value, float | tuple)
+    }
+    for name, value in given:
+        default = defaults[name].default
+        if isinstance(default, int | float | tuple) and value not in (0, default):
+            yield name, value, default
+
+
+def _factors(step: Step, grows: bool) -> Iterator[_Cause]:
     """Yield the loss, times a constant: too large for the optimizer, or gradients below its eps."""
     factor, line = _factor(step.reference())
     detail, cure = f"if the gradients are not multiplied by {factor:g}, as the loss is", "no factor in this line"
-    gradients = step.exact().true_gradients() if step.eps and not explodes else {}
+    gradients = step.exact().true_gradients() if step.eps and not grows else {}
     largest = max((gradient.abs().max().item() for name, gradient in gradients.items() if name), default=0.0)
     small = 0 < largest < step.eps
     if small and largest < factor * step.eps:  # a factor in a line is not the reason, or not the only one
         factor, line, cure = largest, "", f"multiply the loss by {1 / largest:.1g}, or a much lower eps"
         detail = f"if the loss is multiplied by {1 / largest:.1g}: its largest gradient is below eps = {step.eps:g}"
-    if small or (explodes and factor >= _FACTOR):
+    if small or (grows and factor >= _FACTOR):
         kind = UNDERFLOW if small and largest < _TINY * step.eps else SCALE
-        yield _Cause(_finding(kind, detail, cure, line=line), step.with_loss_times(1 / factor), batches, factor)
+        yield _Cause(kind, detail, _cure(cure, step.with_loss_times(1 / factor)), line=line, times=factor)
 
 
-def _finding(kind: str, detail: str, cure: str, module: str = "", tensor: str = "", line: str = "") -> Finding:
-    return Finding(kind, UPDATE, module, FP32.name, detail=detail, cure=(cure,), tensor=tensor, line=line)
+def _cure(text: str, step: Step, data: Callable[[Batch], Batch] | None = None) -> Cure:
+    return Cure(text, step, data=data, about="" if step.format.number is FP32 else "trained in fp32")
 
 
 def losses_of(replay: Replay, batches: list[list[Batch]]) -> Tensor:
@@ -165,7 +235,7 @@ def _learned(losses: Tensor, still: Tensor) -> float:
     return (other - last) / abs(other) if other else 0.0
 
 
-def _explodes(losses: Tensor, still: Tensor) -> bool:
+def explodes(losses: Tensor, still: Tensor) -> bool:
     """Return whether losses grow far beyond those of weights that stand still, and stay there, or are not finite."""
     third, size = max(1, len(losses) // 3), still.abs().mean()
     away = losses - still

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mantissa.step.step import Step
+    from mantissa.step.step import Batch, Step
     from mantissa.step.trace import Site
 
 MEANINGS: dict[str, str] = {}
@@ -35,6 +35,12 @@ MOMENT = kind("optimizer state", "What the optimizer kept of earlier steps spoil
 DIFFERENCE = kind("difference", "The compiled model gives other results than the eager one.")
 EXCEPTION = kind("exception", "The step cannot be computed in this format.")
 RATE = kind("learning rate", "The updates are too large: the loss grows, in fp32 as well.")
+OPTION = kind(
+    "optimizer option", "An option of the optimizer lets the loss grow, in fp32 as well, and its default does not."
+)
+NO_PROGRESS = kind(
+    "no progress", "The recorded loss of the run did not fall, or rose again, and no other cause was found."
+)
 BLOCKED = kind("no gradient", "No gradient reaches a weight that the loss depends on.")
 DIVERGENCE = kind("divergence", "Within a few steps, the loss leaves the spread of the reference.")
 CRASH = kind("crash", "A check of the examination failed: the traceback is in the report.")
@@ -52,6 +58,13 @@ class Cure:
     step: Step
     at: dict[str, Any] = field(default_factory=dict)
     """Fields of a finding that say where the cure changes something: there a fault is that shows nowhere else."""
+    data: Callable[[Batch], Batch] | None = None
+    """What it changes of every batch; None: nothing."""
+    about: str = ""
+    """What it costs, and what of it was not tried."""
+
+    def __str__(self) -> str:
+        return self.text + (f"  ({self.about})" if self.about else "")
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,12 @@ def lines(diagnosis: Diagnosis) -> list[str]:
         helps = not any(finding.direction == FORWARD for finding in overflows)
         text.append(scales.text() + ("" if helps else "; no scale cures a forward overflow"))
 
-    # What is unusual, and what was not examined.
+    # How the run went by its record, what is unusual, and what was not examined.
+    text += [f"note: {taken.history}"] if taken.history and diagnosis.faults else []
     text += [f"note: {note}" for note in diagnosis.notes]
     text += [f"left out: {item}" for item in diagnosis.budget.left_out]
+    if diagnosis.not_asked and diagnosis.not_made:  # a choice of the user's
+        text.append(f"not made, as it says nothing new of this step: {', '.join(diagnosis.not_made)}")
 
     # The verdict, where it is not clear from the faults.
     if diagnosis.verdict in (HEALTHY, INCOMPLETE):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from mantissa.display import dtype_name
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.cause import find_origin
+from mantissa.doctor.course import Standard, seconds_to_train, steps_to_train
 from mantissa.doctor.data import rounded_away
 from mantissa.doctor.dtypes import NO_CAST, casts_in_update
 from mantissa.doctor.explosion import explosion, losses_of
@@ -22,39 +23,8 @@ from mantissa.step.step import Batch, Replay, Step
 from mantissa.step.trace import FORWARD
 from mantissa.tensors import finite, relative_error
 
-STEPS, MOST_STEPS = 20, 60
-"""Numbers of steps that are trained: the second one where they are small."""
-_SMALL = 3e8
-"""Multiplications of a small step."""
-_REPLAYS = 3
-_TIMES = 4.0
-_IN_A_ROW = 3
-_LEAST = 0.003
-"""Share of the loss up to which a difference is none: the margin with which ``compare`` calls losses equivalent."""
 _MOVED = 0.5
 """Of its way in the reference: a weight that moves less, by updates below its spacing, has lost them."""
-_WORSE = 0.25
-"""The share of what fp32 has learned that a format may lose."""
-
-
-def steps_to_train(step: Step) -> int:
-    """Return how many steps show whether a format trains worse."""
-    count = MOST_STEPS if step.multiplications <= _SMALL else STEPS
-    return min(count, step.different or count)
-
-
-@dataclass(frozen=True)
-class _Standard:
-    """What a format is compared with: the same steps in the reference, and how much rounding changes them."""
-
-    batches: list[list[Batch]]
-    exact: Tensor
-    """Losses of the reference, fp64."""
-    weights: dict[str, Tensor]
-    """What they have become."""
-    middle: Tensor
-    limit: Tensor
-    """How far from the middle the loss of each step may be; infinite: anything is rounding."""
 
 
 def divergence(step: Step, budget: Budget) -> Examined:
@@ -65,62 +35,42 @@ def divergence(step: Step, budget: Budget) -> Examined:
     destroys what a model has to tell apart, the spread says nothing. What explodes in fp32, too, has another cause.
     """
     count = steps_to_train(step)
-    budget.expect(seconds=count * _seconds(step, budget))
+    budget.expect(seconds=count * seconds_to_train(step, budget))
     batches = step.following(count)
 
     # What explodes, learns nothing or breaks in the reference, too, is no matter of the format.
     replay = step.exact()
     exact = losses_of(replay, batches)
-    if finding := explosion(step, batches, exact):
-        return Examined(findings=(finding,))
+    if finding := explosion(step, batches, exact, lambda: budget.left() > 0):
+        return Examined(findings=(finding,), again=_is_known)
     if not exact.isfinite().all():
         broken = _first_infinite(exact)
         later = _broken_later(step, batches, broken, plain(FP32))
-        return Examined(findings=(later,) if later else ())
+        return Examined(findings=(later,) if later else (), again=_is_known)
 
     # The format's losses, beside how far rounding alone takes those of the reference.
     weights = {name: weight.detach().clone() for name, weight in replay.model.named_parameters()}
-    standard = _standard(step, batches, exact, weights)
+    standard = Standard.beside(step, batches, exact, weights)
     return replace(_judged(standard, step), again=partial(_judged, standard))
 
 
-def _seconds(step: Step, budget: Budget) -> float:
-    """Return how long one step takes in all trainings, about."""
-    taken = budget.step_seconds
-    if step.format.half is None:  # the reference in fp64 counts twice
-        return taken * 4
-    return taken + budget.spent.get(FP32.name, taken) * (_REPLAYS + 2)  # the exact one, and one that stands still
+def _is_known(_: Step) -> Examined:
+    """Find nothing: whether what fp32 shows is gone is known by training with the cure."""
+    return Examined()
 
 
-def _standard(step: Step, batches: list[list[Batch]], exact: Tensor, weights: dict[str, Tensor]) -> _Standard:
-    if step.format.number is FP32:  # whose chaos soon leaves any spread
-        return _Standard(batches, exact, weights, exact, torch.full_like(exact, math.inf))
-    unit = step.format.number.unit_roundoff
-    references = torch.stack([_perturbed(step, batches, unit, seed) for seed in range(_REPLAYS)])
-    spread = (references.max(0).values - references.min(0).values).cummax(0).values
-    return _Standard(batches, exact, weights, references.mean(0), _TIMES * spread.clamp(min=unit * unit))
-
-
-def _perturbed(step: Step, batches: list[list[Batch]], unit: float, seed: int) -> Tensor:
-    replay = step.exact()
-    return torch.tensor(replay.train(replay.perturb(unit, seed, batches)), dtype=torch.float64)
-
-
-def _judged(standard: _Standard, step: Step) -> Examined:
+def _judged(standard: Standard, step: Step) -> Examined:
     """Train as a step says, and compare the losses with the standard's."""
-    # Where the loss leaves the spread.
+    # Where the loss leaves the spread, or what is learned is lost.
     batches, exact, middle, limit = standard.batches, standard.exact, standard.middle, standard.limit
     replay = step.as_run()
     losses = losses_of(replay, batches)
     alone = step.format.number is FP32
-    first = leaves(losses, middle, limit)
+    first = standard.leaves(losses)
     if alone and not losses.isfinite().all():
         first = _first_infinite(losses)
 
-    # What a change of the last bit does, too, is the chaos of the training.
-    share = lost(losses, exact)
-    chaos = abs(lost(_perturbed(step, batches, FP32.unit_roundoff, 0), exact)) if share > _WORSE else 0.0
-    worse = share > max(_WORSE, _TIMES * chaos)
+    worse = standard.is_worse(losses, step)
     if first is None and not worse:
         return Examined()
 
@@ -218,32 +168,3 @@ def _stuck(replay: Replay, exact: dict[str, Tensor], steps: int) -> str:
             shares[name] = ((real.detach().to(end) - start).abs().mean() / way).item()
     least = min(shares, key=shares.__getitem__, default="")
     return least if least and shares[least] < _MOVED else ""
-
-
-def leaves(losses: Tensor, middle: Tensor, limit: Tensor) -> int | None:
-    """Return the index of the first of three losses in a row that are beyond the limit, or None.
-
-    Steps in which fp32 is not finite are not judged: a format cannot be worse than that.
-
-    Args:
-        losses: of each step, fp64.
-        middle: the mean of the fp32 losses of each step.
-        limit: how far from it a loss may be.
-    """
-    away = (losses - middle).abs()
-    beyond = (~(away <= limit.clamp(min=_LEAST * middle.abs())) & limit.isfinite()).tolist()
-    starts = range(len(beyond) - _IN_A_ROW + 1)
-    return next((start for start in starts if all(beyond[start : start + _IN_A_ROW])), None)
-
-
-def lost(losses: Tensor, exact: Tensor) -> float:
-    """Return which share of what fp32 has learned other losses have not, both in the mean of the last third.
-
-    0 where fp32 has not learned anything; infinite where the losses are not finite.
-    """
-    third = max(1, len(exact) // 3)
-    learned = (exact[:3].mean() - exact[-third:].mean()).item()
-    if not 0 < learned < math.inf:
-        return 0.0
-    share = ((losses - exact)[-third:].mean() / learned).item()
-    return share if math.isfinite(share) else math.inf

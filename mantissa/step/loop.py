@@ -212,8 +212,7 @@ class LoopModel:
     def stand_before(self, step: Step) -> None:
         if not step.moments:
             self.optimizer.state.clear()
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["lr"] * step.lr_factor
+        step.change_optimizer(self.optimizer.param_groups)
 
     def end_step(self, scale: float, correction: float, meter: UpdateMeter | None) -> None:
         if scale != 1:

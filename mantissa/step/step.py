@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -32,6 +32,18 @@ LEAST_SCALE = 2.0**-10
 """Loss scale below which a skipped step is not tried again."""
 _FEW = 5e9
 """Multiplications up to which a step is examined with all its samples, and not with two of them."""
+_CHANGES = (
+    "format",
+    "written_in",
+    "fp32_modules",
+    "fp32_ops",
+    "uncast",
+    "loss_factor",
+    "lr_factor",
+    "options",
+    "compiles",
+)
+"""Fields of a step that say what is changed about it."""
 _STATE = (int, float, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 """Types of what a module may keep from one forward pass to the next, besides tensors."""
 
@@ -76,6 +88,10 @@ class Remedies:
     def rate(self, factor: float) -> str:
         """Return how the learning rate is multiplied."""
         return f"a learning rate of {factor:g} times the present one"
+
+    def option(self, name: str, value: Any) -> str:
+        """Return how an option of the optimizer is set."""
+        return f"{name}={value} in the optimizer"
 
 
 class Built(Protocol):
@@ -160,6 +176,8 @@ class Step(Protocol):
     """Factor of the loss."""
     lr_factor: float = 1.0
     """Factor of the learning rates."""
+    options: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Options of the optimizer that are others, by name: what they were, in some groups of it, and what they are."""
 
     # What is known of its loop.
     remedies: Remedies = field(default_factory=Remedies)
@@ -270,6 +288,18 @@ class Step(Protocol):
         """Return this step with learning rates times a factor."""
         return replace(self, lr_factor=self.lr_factor * factor)
 
+    def with_option(self, name: str, before: Any, now: Any) -> Self:
+        """Return this step with another value of an option of its optimizer, in the groups that have that one."""
+        return replace(self, options={**self.options, name: (before, now)})
+
+    def change_optimizer(self, groups: Iterable[dict[str, Any]], rate: str = "lr") -> None:
+        """Change an optimizer's groups, as it stands before this step; ``rate`` is the key of a factor of its rates."""
+        for group in groups:
+            group[rate] = group[rate] * self.lr_factor
+            for name, (before, now) in self.options.items():
+                if group[name] == before:
+                    group[name] = now
+
     def with_loss_times(self, factor: float) -> Self:
         """Return this step with its loss times a factor."""
         return replace(self, loss_factor=self.loss_factor * factor)
@@ -290,6 +320,21 @@ class Step(Protocol):
 
         weights, stored, buffers = map(changed, (self.weights, self.stored, self.buffers))
         return replace(self, weights=weights, stored=stored, buffers=buffers)
+
+    def changed_as(self, other: Self, base: Self) -> Self:
+        """Return this step, of the same loop as another one, changed as ``other`` was made of that, ``base``.
+
+        Values of weights and the data of one step are no such changes.
+        """
+        if self is base:
+            return other
+        fields = {name: getattr(other, name) for name in _CHANGES if getattr(other, name) != getattr(base, name)}
+        changed = replace(self, **fields)
+        if other.stored is other.weights:
+            changed = replace(changed, stored=self.weights)
+        if base.moments and not other.moments:
+            changed = changed.with_fresh_state()
+        return changed if other.scale == base.scale else changed.at_scale(other.scale)
 
     def following(self, count: int) -> list[list[Batch]]:
         """Return the microbatches of this step and of those after it, ``count`` steps in all."""

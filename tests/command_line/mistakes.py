@@ -77,3 +77,32 @@ def check(row: Row, run: Callable[[list[str]], Result]) -> None:
         assert all(is_named(word, row.wrong, said) for word in remedy if word not in row.wrong), (remedy, said)
         accepted = run([*row.common, *remedy])
         assert accepted.code == 0, accepted.err
+
+
+SCRIPTS = {
+    "compare": ("evidence.comparison.command:main", "evidence.runs.Runner.run_all"),
+    "advise": ("evidence.advice.command:main", "evidence.advice.search.Search.run"),
+    "search": ("evidence.search.search:main", "evidence.search.search.run_trials"),
+    "lr_range": ("evidence.search.lr_range:main", "evidence.search.lr_range.range_test"),
+    "memory": ("evidence.memory.command:memory", "evidence.memory.command.forecast"),
+    "max_batch": ("evidence.memory.command:max_batch", "evidence.memory.max_batch.search"),
+    "doctor": ("evidence.doctor.command:main", "evidence.doctor.command.diagnose"),
+    "reproduce": ("evidence.claims.reproduce:main", "evidence.claims.reproduce.test"),
+    "evaluate": ("inference.evaluate:evaluate", "inference.evaluate.measure"),
+    "generate": ("inference.generate:generate", "inference.generate._write"),
+    "predict": ("inference.predict:predict", "inference.predict._predictions"),
+    "sync": ("scripts.sync:main", "trainer.tracking.follower.Follower.send"),
+    "ui": ("scripts.ui:main", "os.execve"),
+}
+"""A script's function, and where it has accepted all that was typed."""
+
+
+def up_to_the_work(words: list[str], script: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Result:
+    """Call another script than train.py, ``words[0]``; its exit code is 0 where its work would begin."""
+    main, place = SCRIPTS[words[0]]
+    with monkeypatch.context() as patch:
+        patch.setattr(place, begin)
+        try:
+            return script(main, *words[1:])
+        except Began:
+            return Result(0, "", "")

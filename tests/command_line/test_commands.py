@@ -152,8 +152,9 @@ def test_the_terminal_shows_what_will_happen_and_what_happened(train: Train) -> 
     assert folder.split() == ["outputs/gpt2-fp16-s0/best", "opens", "in", "transformers"]
     assert "/generate.py run=outputs/gpt2-fp16-s0 " in generate
     assert shlex.split(generate)[-1].startswith("prompt=")
-    typed = " ".join(each for each in GPT2 if each.startswith(("recipe", "data")))
-    assert compare.endswith(f"/compare.py {typed} arms=fp32,fp16 seeds=5")
+    typed, others = " ".join(GPT2), "batch_size=4 eval_samples=4 tracking=local steps=30 micro_batch_size=2"
+    own = "arm.fp16=precision=fp16 scaler.init=1e9"
+    assert compare.endswith(f"/compare.py {typed} {others} arms=fp32 '{own}' seeds=5")
     assert done.err == ""
     assert [line for line in done.out.splitlines() if len(line) > 100 and not line.startswith("python ")] == []
 

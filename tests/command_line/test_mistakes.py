@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.command_line.conftest import Result, Train, _command
-from tests.command_line.mistakes import Began, Row, begin, check, rows
+from tests.command_line.mistakes import Began, Row, begin, check, rows, up_to_the_work
 from tests.helpers import PROJECT
 from trainer.checkpoint import store as checkpoint
 from trainer.config.step import StepConfig
@@ -181,22 +181,6 @@ def test_a_mistake_leaves_nothing_and_its_remedy_is_accepted(
 
 TINY = "recipe=bignet recipe.layers=2 recipe.width=16"
 SPACE = "space.optimizer.lr=tag(log,interval(1e-4,1e-2))"
-SCRIPTS = {
-    "compare": ("evidence.comparison.command:main", "evidence.runs.Runner.run_all"),
-    "advise": ("evidence.advice.command:main", "evidence.advice.search.Search.run"),
-    "search": ("evidence.search.search:main", "evidence.search.search.run_trials"),
-    "lr_range": ("evidence.search.lr_range:main", "evidence.search.lr_range.range_test"),
-    "memory": ("evidence.memory.command:memory", "evidence.memory.command.forecast"),
-    "max_batch": ("evidence.memory.command:max_batch", "evidence.memory.max_batch.search"),
-    "doctor": ("evidence.doctor.command:main", "evidence.doctor.command.diagnose"),
-    "reproduce": ("evidence.claims.reproduce:main", "evidence.claims.reproduce.test"),
-    "evaluate": ("inference.evaluate:evaluate", "inference.evaluate.measure"),
-    "generate": ("inference.generate:generate", "inference.generate._write"),
-    "predict": ("inference.predict:predict", "inference.predict._predictions"),
-    "sync": ("scripts.sync:main", "trainer.tracking.follower.Follower.send"),
-    "ui": ("scripts.ui:main", "os.execve"),
-}
-"""A script's function, and where it has accepted all that was typed."""
 OTHERS = r"""
 compare TINY | arms=fp32,bf61 | arms: bf61 is not a precision | arms=fp32,bf16
 compare TINY | - | - | arms=fp32,bf16
@@ -281,17 +265,8 @@ def work(made: Path, folder: Path, script: Callable[..., Result], monkeypatch: p
     """``work(["doctor", …])``: another script up to where its work begins, among the files of ``made``."""
     monkeypatch.setattr("evidence.advice.command.cpu_share_of_others", lambda: 0.0)
 
-    def run(words: list[str]) -> Result:
-        main, place = SCRIPTS[words[0]]
-        with monkeypatch.context() as patch:
-            patch.setattr(place, begin)
-            try:
-                return script(main, *words[1:])
-            except Began:
-                return Result(0, "", "")
-
     shutil.copytree(made, folder, dirs_exist_ok=True)
-    return run
+    return lambda words: up_to_the_work(words, script, monkeypatch)
 
 
 @pytest.mark.parametrize("row", rows(OTHERS, PAIR="TINY arms=fp32,bf16", TINY=TINY, SPACE=SPACE))

@@ -75,6 +75,14 @@ def test_no_fact_of_a_block_is_lost_in_any_width(columns: int | None) -> None:
     assert " ".join(lines).split() == ["title", "name", *words, "longer", "a", "row"]
 
 
+def test_a_command_is_one_line_in_any_width() -> None:
+    out, command = io.StringIO(), f"  python scripts/compare.py {' '.join(f'option.{n}=value' for n in range(20))}"
+    terminal = Terminal(Console(file=out, force_terminal=True, width=80, color_system=None))
+    terminal.note(f"go on with:\n{command}")
+    terminal.warn(command)
+    assert out.getvalue().splitlines() == ["go on with:", command, f"warning: {command}"]
+
+
 def test_what_does_not_take_long_leaves_no_line_in_a_file() -> None:
     out = io.StringIO()
     terminal = Terminal(Console(file=out))

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.config.init_from import adopt
-from trainer.config.registration import by_key, check, name_of_composed
+from trainer.config.registration import by_key, check, key_of, name_of_composed
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.recipe import Recipe
@@ -50,4 +50,5 @@ def build(
         str(key): OmegaConf.to_object(node) if OmegaConf.is_config(node) else node for key, node in composed.items()
     }
     components |= {"recipe": recipe} if recipe is not None else {}
-    return Config(**components, source=source, typed=typed)
+    kept = tuple(each for each in overrides if not key_of(each).startswith(("-", "hydra")))
+    return Config(**components, source=source, typed=typed, overrides=kept)

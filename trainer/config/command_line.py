@@ -219,6 +219,12 @@ def _may_be_a_class(name: str) -> bool:
     return name == "own" or any(f'"{name}"' in text or f"'{name}'" in text for text in texts)
 
 
+def value_of(argument: str) -> Any:
+    """Return the value of an override, without its quotes; None: the grammar cannot read it."""
+    override = _parsed(argument)
+    return None if override is None else override.value()
+
+
 def _parsed(argument: str) -> Override | None:
     """Return what Hydra's grammar makes of an argument; None: nothing."""
     with suppress(HydraException):

@@ -91,6 +91,8 @@ class StepConfig:
     save_pretrained folder, published weights of image classifiers by name (DEFAULT), or a file of another program."""
     typed: frozenset[str] = field(default=frozenset(), metadata=NO_OPTION)
     """The keys that the user has set, or that the config was composed on; others have a default."""
+    overrides: tuple[str, ...] = field(default=(), metadata=NO_OPTION)
+    """The command line, as typed, without what is Hydra's own."""
 
     def __post_init__(self) -> None:
         if self.eval_every in (0, "off", "none", "never") or self.eval_samples == 0:

@@ -13,6 +13,7 @@ from mantissa.step.trace import DtypeRecorder
 from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.store import CheckpointNotWritten, Snapshot
+from trainer.config.commands import record_command
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.errors import redacted
@@ -39,6 +40,7 @@ def write_config(folder: RunFolder, config: Config) -> dict[str, Any]:
     options = flatten(config)
     options["run_name"] = config.name
     options["tracking.uri"] = options["tracking.uri"] and redacted(options["tracking.uri"])
+    record_command(folder, config.overrides)
     folder.write_config(options)
     return options
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import shlex
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,17 +14,18 @@ from rich.text import Text
 
 import mantissa
 from mantissa.display import about, counted, duration, quantity, size
-from mantissa.formats import BF16, FP32
+from mantissa.formats import FP32
 from mantissa.names import format_name as format_name_of
 from trainer.checkpoint import store as checkpoint
+from trainer.config.commands import command, compare_command
 from trainer.config.schema import Config
 from trainer.errors import RunError
-from trainer.files import BEST, PRECISION_FILE, PROJECT, read_object, run_facts
+from trainer.files import BEST, PRECISION_FILE, read_object, run_facts
 from trainer.hardware import NATIVE, Hardware
 from trainer.optim.ema import ExponentialMovingAverage
 from trainer.optim.groups import LR_FACTOR
 from trainer.precision.manifest import warning_if_slow
-from trainer.recipe import Decision
+from trainer.recipe import Decision, UserRecipe
 from trainer.run.summary import rate_in_short, scores_in_short, summary_lines
 from trainer.run_folder import RunFolder
 from trainer.terminal import Terminal
@@ -255,21 +253,19 @@ def following(config: Config, datasets: Any, folder: Path, mlflow: str) -> list[
         folder: of the run.
         mlflow: the address of the run there; empty: it is not there.
     """
-    scripts = os.path.relpath(PROJECT / "scripts")
     lines = [(str(folder), "")]
     if (folder / BEST).exists():
         about_it = read_object(folder / BEST / "config.json")
         opens = "transformers" if "architectures" in about_it else about_it.get("library")
         lines = [(str(folder / BEST), f"opens in {opens}" if opens else "")]
-        if command := config.recipe.shown_by(datasets):
-            lines.append((f"python {scripts}/{shlex.join([command[0], f'run={folder}', *command[1:]])}", ""))
-    typed = [option for option in sys.argv[1:] if re.match(r"(recipe|data|experiment)[.=]", option)]
-    if any(option.startswith(("recipe=", "experiment=")) for option in typed):  # else a resumed run, or another program
-        modes = dict.fromkeys((FP32.name, BF16.name if config.precision.mode == FP32.name else config.precision.mode))
-        lines.append((f"python {scripts}/compare.py {shlex.join(typed)} arms={','.join(modes)} seeds=5", ""))
+        if isinstance(config.recipe, UserRecipe):  # in the program that has it
+            lines.append((f'safetensors.torch.load_model(model, "{folder}/{BEST}/model.safetensors")', ""))
+        elif shown := config.recipe.shown_by(datasets):
+            lines.append((command(shown[0], [f"run={folder}", *shown[1:]]), ""))
+    lines.append((compare_command(folder, config), ""))
     if mlflow:
-        lines.append((f"python {scripts}/ui.py", f"all runs in MLflow; this one is {mlflow}"))
-    return lines
+        lines.append((command("ui.py"), f"all runs in MLflow; this one is {mlflow}"))
+    return [(line, about_it) for line, about_it in lines if line]
 
 
 def stop_message(signum: int, step: int, folder: RunFolder, enabled: bool, command: str) -> str:

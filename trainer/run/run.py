@@ -16,6 +16,7 @@ from mantissa.display import finite
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
+from trainer.config.commands import doctor_command
 from trainer.config.settle import Plan
 from trainer.data.contract import Batch, fingerprint
 from trainer.data.evaluation import Progress
@@ -28,7 +29,7 @@ from trainer.recipe import Decision, UserRecipe
 from trainer.run import report
 from trainer.run.export import export_best, load_best, sample_text, whole_model
 from trainer.run.monitor import Monitor, NonFiniteGradients
-from trainer.run.provenance import doctor_command, git_facts
+from trainer.run.provenance import git_facts
 from trainer.run.record import forget_failure, observed, open_metric_log, record_failure, write_config
 from trainer.run.scores import PREFIX, Score, Scores
 from trainer.run.signals import Signals

@@ -22,6 +22,7 @@ from mantissa.display import counted, size
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.schema import read_manifest
+from trainer.config.commands import resume_command
 from trainer.config.registration import flatten
 from trainer.config.resume import check_same, planned, state_of
 from trainer.config.schema import Config
@@ -40,7 +41,6 @@ from trainer.parallel.world import tasks_alone
 from trainer.precision import kernels
 from trainer.recipe import Decision
 from trainer.run.fit import REMEDY, fit, keep_memory, ran_out, release_memory
-from trainer.run.provenance import resume_command
 from trainer.run.run import Run
 from trainer.run.scores import Scores
 from trainer.run.signals import Signals, take_start_time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,14 +16,17 @@ from torch import nn
 from evidence.doctor.command import main
 from evidence.doctor.replay import _go_to
 from evidence.doctor.step import Overrides
+from evidence.runs import merge_overrides
 from mantissa.doctor import budget
 from mantissa.doctor.checks import COMPILES, HALF_WEIGHTS, TABLE
 from mantissa.step.step import Remedies
 from recipes.bignet import BigNet
 from tests.helpers import compose
+from trainer.config.compose import compose as compose_typed
 from trainer.data.contract import Batch
 from trainer.errors import NonFiniteError, UserError
 from trainer.files import read_object, write_json
+from trainer.optim.optimizer import Optimizer
 from trainer.recipe import LossOutput
 from trainer.run.start import train
 
@@ -88,8 +92,8 @@ def test_a_failed_step_is_reproduced_and_its_cause_found(failing: Path, said: Sa
     assert "fp32 ok" in lines[1]
     assert "fp16+scaler 1024 BREAKS" in lines[1]
     assert any(line.startswith("FOUND overflow, ") for line in lines)
-    assert lines[-1] == f"report {failing}/doctor/step-3/report.html"
-    assert read_object(failing / "doctor" / "step-3" / "verdict.json")["verdict"] == "FOUND"
+    assert lines[-1] == f"report {failing}/doctor/step-3-formats-manifest-islands/report.html"
+    assert read_object(failing / "doctor" / "step-3-formats-manifest-islands" / "verdict.json")["verdict"] == "FOUND"
     assert {file: file.read_bytes() for file in before} == before  # nothing of the run is changed
 
 
@@ -102,6 +106,31 @@ def test_a_scaler_that_skips_too_often_fails_at_its_scale(tmp_path: Path, said: 
     assert any(line.startswith("FOUND overflow, backward") for line in lines), lines
     (cure,) = [line.removeprefix("  cure: ").split() for line in lines if line.startswith("  cure: ")]
     train(compose(*BIGNET, *scaler, *cure, "checkpoint=none", f"output_dir={tmp_path}", "run_name=cured"))
+
+
+def test_the_whole_command_of_a_new_run_with_the_cure_is_printed_and_trains(tmp_path: Path, said: Said) -> None:
+    """At this rate fp32 explodes as well: the step at which it failed is examined from before that."""
+    typed = [*merge_overrides([*BIGNET, *STATIC], ["optimizer.lr=10", "steps=40"]), f"output_dir={tmp_path}"]
+    with pytest.raises(NonFiniteError):
+        train(compose_typed(typed))
+    code, lines = said(tmp_path / "bignet-fp16-s0")
+    assert code == 7
+    assert any(line.startswith("FOUND learning rate") for line in lines), lines
+    printed = lines[lines.index("train with the cure:") + 1]
+    words = shlex.split(printed)[2:]
+    assert {*typed} - {*words} == {"optimizer.lr=10"}
+    ended = train(compose_typed(words))
+    fp32 = train(compose_typed([*(word for word in words if "scaler" not in word), "precision=fp32"]))
+    assert ended.summary["final"]["valid/loss"] < 1.1 * fp32.summary["final"]["valid/loss"]
+
+
+def test_a_run_that_learned_nothing_is_not_healthy(tmp_path: Path, said: Said) -> None:
+    """At so low a rate; lower ones do not help."""
+    typed = [*merge_overrides(BIGNET, ["steps=30", "optimizer.lr=1e-12", "precision=bf16"]), f"output_dir={tmp_path}"]
+    train(compose_typed(typed))
+    code, lines = said(tmp_path / "bignet-bf16-s0", "check=formats")
+    assert code == 7
+    assert any(line.startswith("FOUND no progress") for line in lines), lines
 
 
 def test_without_a_checkpoint_it_is_replayed_from_the_beginning(failing: Path, said: Said) -> None:
@@ -170,7 +199,7 @@ def test_what_there_is_no_time_for_is_named(finished: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("remedies", "advice"),
-    [(Overrides(), "time_budget=140s"), (Remedies(), "time_budget_s=140, or --time-budget 140s")],
+    [(Overrides(Optimizer(), None), "time_budget=140s"), (Remedies(), "time_budget_s=140, or --time-budget 140s")],
 )
 def test_what_takes_too_long_says_how_much_time_to_give(remedies: Remedies, advice: str) -> None:
     step: Any = SimpleNamespace(free_bytes=lambda: 1, remedies=remedies)
@@ -185,7 +214,7 @@ def test_a_check_up_before_a_run_writes_no_run(tmp_path: Path, said: Said) -> No
     assert lines[0] == "replaying 1 step from the beginning …"
     assert "HEALTHY at step 2" in lines
     assert [path.name for path in tmp_path.iterdir()] == ["doctor"]
-    assert lines[-1] == f"report {tmp_path}/doctor/bignet-bf16-step-2/report.html"
+    assert lines[-1] == f"report {tmp_path}/doctor/bignet-bf16-step-2-formats-manifest/report.html"
 
 
 @pytest.mark.parametrize(
@@ -218,8 +247,8 @@ def test_a_step_that_raises_while_it_is_replayed_is_the_one_that_is_examined() -
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_format_that_raises_is_found(step: int, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     def loss(self: BigNet, model: nn.Module, batch: Batch) -> LossOutput:
-        masked = model(batch["x"]).masked_fill(batch["y"] > 0, -1e9)
-        return LossOutput(masked.float().sum(), {})
+        masked = model(batch["x"]).masked_fill(batch["y"] > 99, -1e9)  # a number that fp16 does not have
+        return LossOutput((masked.float() - batch["y"]).square().sum(), {})
 
     monkeypatch.setattr(BigNet, "loss", loss)
     given = (*BIGNET, "precision=fp16", f"output_dir={tmp_path}", "check=formats,islands", f"step={step}")

@@ -179,7 +179,7 @@ def test_islands_are_as_few_as_cure_the_step_and_have_a_price(name: str) -> None
     islands = result.islands
     assert islands is not None, str(Report(result))
     assert (islands.modules, islands.minimal) == (modules, True)
-    assert re.search(r"\]\)  \([+-][\d.]+ (B|KiB|MiB)\)$", islands.text), islands.text
+    assert re.search(r"\]\)  \([+-][\d.]+ (B|KiB|MiB)\)$", str(islands)), str(islands)
     assert not islands.step.as_run().run_with_backoff().nonfinite
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.doctor.budget import Budget
+from mantissa.doctor.course import MOST_STEPS, STEPS, leaves, steps_to_train
 from mantissa.doctor.finding import DIVERGENCE, UPDATE, Examined
-from mantissa.doctor.training import MOST_STEPS, STEPS, divergence, leaves, steps_to_train
+from mantissa.doctor.training import divergence
 from mantissa.step.step import Step
 from mantissa.step.trace import FORWARD
 from tests.mantissa.doctor.faults import WIDTH, Batch, Block, Computes, adamw, around, mean_square, step_of

@@ -1,0 +1,193 @@
+"""Training on for some steps: whether fp32 from the same start explodes as well, and with which cures it learns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from mantissa.doctor.budget import Budget, cannot_compute
+from mantissa.doctor.explosion import explodes, explosion, losses_of
+from mantissa.doctor.finding import Cure, Finding
+from mantissa.formats import FP32
+from mantissa.step.step import Batch, Step
+
+STEPS, MOST_STEPS = 20, 50
+"""Numbers of steps that are trained: the second one where they are small."""
+_FEWEST = 8
+"""Steps from which on training says something."""
+_SMALL = 3e8
+"""Multiplications of a small step."""
+_REPLAYS = 3
+_TRAININGS = 4
+"""How often the steps are trained in a format: with some cures, and as the run does."""
+_TIMES = 4.0
+_IN_A_ROW = 3
+_LEAST = 0.003
+"""Share of the loss up to which a difference is none: the margin with which ``compare`` calls losses equivalent."""
+_WORSE = 0.25
+"""The share of what fp32 has learned that a format may lose."""
+NOT_TRAINED = "the step is finite; training was not tried"
+
+
+def steps_to_train(step: Step) -> int:
+    """Return how many steps show whether a format trains worse."""
+    count = MOST_STEPS if step.multiplications <= _SMALL else STEPS
+    return min(count, step.different or count)
+
+
+def seconds_to_train(step: Step, budget: Budget, trainings: int = 1) -> float:
+    """Return how long one step takes in all trainings, about: some in the run's format, and those of the standard."""
+    taken = budget.step_seconds
+    if step.format.half is None:  # the reference in fp64 counts twice
+        return taken * (3 + trainings)
+    return taken * trainings + budget.spent.get(FP32.name, taken) * (_REPLAYS + 2)  # the exact one, and one that rests
+
+
+@dataclass(frozen=True)
+class Standard:
+    """What a format is compared with: the same steps in the reference, and how much rounding changes them."""
+
+    batches: list[list[Batch]]
+    exact: Tensor
+    """Losses of the reference, fp64."""
+    weights: dict[str, Tensor]
+    """What they have become."""
+    middle: Tensor
+    limit: Tensor
+    """How far from the middle the loss of each step may be; infinite: anything is rounding."""
+
+    @classmethod
+    def of(cls, step: Step, batches: list[list[Batch]]) -> Standard:
+        """Train some steps in the reference, and where the format has 16 bits, changed by its rounding error, too."""
+        replay = step.exact()
+        exact = losses_of(replay, batches)
+        weights = {name: weight.detach().clone() for name, weight in replay.model.named_parameters()}
+        return cls.beside(step, batches, exact, weights)
+
+    @classmethod
+    def beside(cls, step: Step, batches: list[list[Batch]], exact: Tensor, weights: dict[str, Tensor]) -> Standard:
+        """Return the standard for a step of which the reference is trained already."""
+        if step.format.number is FP32:  # whose chaos soon leaves any spread
+            return cls(batches, exact, weights, exact, torch.full_like(exact, math.inf))
+        unit = step.format.number.unit_roundoff
+        references = torch.stack([_perturbed(step, batches, unit, seed) for seed in range(_REPLAYS)])
+        spread = (references.max(0).values - references.min(0).values).cummax(0).values
+        return cls(batches, exact, weights, references.mean(0), _TIMES * spread.clamp(min=unit * unit))
+
+    def leaves(self, losses: Tensor) -> int | None:
+        """Return at which step losses leave it, see the function ``leaves``."""
+        return leaves(losses, self.middle, self.limit)
+
+    def is_worse(self, losses: Tensor, step: Step) -> bool:
+        """Return whether losses lose a quarter of what was learned, and more than by a change of the last bit."""
+        share = lost(losses, self.exact)
+        # What a change of the last bit does, too, is the chaos of the training.
+        chaos = abs(lost(_perturbed(step, self.batches, FP32.unit_roundoff, 0), self.exact)) if share > _WORSE else 0.0
+        return share > max(_WORSE, _TIMES * chaos)
+
+
+def _perturbed(step: Step, batches: list[list[Batch]], unit: float, seed: int) -> Tensor:
+    replay = step.exact()
+    return torch.tensor(replay.train(replay.perturb(unit, seed, batches)), dtype=torch.float64)
+
+
+class Course:
+    """Trains on with one cure or another, from where a run left its course.
+
+    Args:
+        start: the first step.
+        budget: of the examination, half of which is for this.
+    """
+
+    def __init__(self, start: Step, budget: Budget) -> None:
+        self.start, self._budget = start, budget
+        self._standards: dict[Hashable, Standard] = {}
+
+    @cached_property
+    def count(self) -> int:
+        """Steps that are trained with each cure; 0: too few fit into half of the time, or nothing changes weights."""
+        if self.start.different is not None:
+            return 0
+        seconds = seconds_to_train(self.start, self._budget, _TRAININGS)
+        fitting = self._budget.seconds / 2 / seconds if seconds else math.inf
+        return int(min(fitting, steps_to_train(self.start))) if fitting >= _FEWEST else 0
+
+    def explosion(self) -> Finding | None:
+        """Return why fp32 goes wrong as well, of a run that did; None: it does not, or there is no time to train."""
+        if not self.count:
+            return None
+        standard = self._standard(Cure("", self.start), self.start)
+        return explosion(self.start, standard.batches, standard.exact, lambda: self._budget.left() > 0, failed=True)
+
+    def learned(self, cure: Cure, base: Step) -> Cure | None:
+        """Return a cure with which the step is finite, and training learns as fp32 does with the same change.
+
+        Args:
+            cure: of a step.
+            base: the step without it.
+
+        Returns:
+            The cure, which says where training was not tried; None: it does not hold.
+        """
+        try:
+            if cure.step.as_run().run_with_backoff().nonfinite:
+                return None
+            if not self.count:
+                return replace(cure, about=cure.about or NOT_TRAINED)
+            standard, changed = self._standard(cure, base), self.start.changed_as(cure.step, base)
+            if not standard.exact.isfinite().all() or explodes(standard.exact, standard.exact[:1]):
+                return None
+            losses = losses_of(changed.as_run(), standard.batches)
+        except Exception as error:  # of any kind: a module that cannot compute in fp32 alone
+            if cannot_compute(error):
+                return None
+            raise
+        holds = bool(losses.isfinite().all()) and standard.leaves(losses) is None
+        # A constant that rounding adds to the loss is not what training learns.
+        learned = losses - (losses - standard.exact)[0]
+        return replace(cure, about="") if holds and not standard.is_worse(learned, changed) else None
+
+    def _standard(self, cure: Cure, base: Step) -> Standard:
+        """Return what training with a cure is compared with: fp32 with the same data, rate, factor and state."""
+        changed = self.start.changed_as(cure.step, base)
+        key = (cure.data, changed.lr_factor, changed.loss_factor, bool(changed.moments), id(changed.weights))
+        if key not in self._standards:
+            batches = changed.following(self.count)
+            if cure.data is not None:
+                batches = [list(map(cure.data, microbatches)) for microbatches in batches]
+            self._standards[key] = Standard.of(changed, batches)
+        return self._standards[key]
+
+
+def leaves(losses: Tensor, middle: Tensor, limit: Tensor) -> int | None:
+    """Return the index of the first of three losses in a row that are beyond the limit, or None.
+
+    Steps in which fp32 is not finite are not judged: a format cannot be worse than that.
+
+    Args:
+        losses: of each step, fp64.
+        middle: the mean of the fp32 losses of each step.
+        limit: how far from it a loss may be.
+    """
+    away = (losses - middle).abs()
+    beyond = (~(away <= limit.clamp(min=_LEAST * middle.abs())) & limit.isfinite()).tolist()
+    starts = range(len(beyond) - _IN_A_ROW + 1)
+    return next((start for start in starts if all(beyond[start : start + _IN_A_ROW])), None)
+
+
+def lost(losses: Tensor, exact: Tensor) -> float:
+    """Return which share of what fp32 has learned other losses have not, both in the mean of the last third.
+
+    0 where fp32 has not learned anything; infinite where the losses are not finite.
+    """
+    third = max(1, len(exact) // 3)
+    learned = (exact[:3].mean() - exact[-third:].mean()).item()
+    if not 0 < learned < math.inf:
+        return 0.0
+    share = ((losses - exact)[-third:].mean() / learned).item()
+    return share if math.isfinite(share) else math.inf

@@ -1,0 +1,124 @@
+"""What training on says: with which cures it learns, and what fp32 from the same start shows as well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mantissa
+from mantissa.doctor.budget import Budget
+from mantissa.doctor.course import NOT_TRAINED, Course
+from mantissa.doctor.finding import DOMAIN, OPTION, OVERFLOW, RATE, Cure
+from mantissa.doctor.outliers import without_outliers
+from mantissa.formats import BF16, FORMATS, plain
+from mantissa.step.loop import LoopStep
+from tests.mantissa.doctor.faults import NARROW, Computes, Net, error, regression
+
+
+def of_loop(precision: str, rate: float, model: nn.Module | None = None) -> LoopStep:
+    torch.manual_seed(0)
+    model = model or Net([nn.Linear(NARROW, NARROW)])
+    optimizer = torch.optim.SGD(model.parameters(), rate)
+    return LoopStep.copied(model, error, regression(), FORMATS[precision], optimizer)
+
+
+def test_what_is_finite_and_does_not_learn_is_no_cure() -> None:
+    """Updates of 16-bit weights are lost at this rate; fp32 weights have them."""
+    step = of_loop("bf16_pure", 1e-3)
+    course = Course(step, Budget(600, step))
+    assert course.learned(Cure("another scale", step.at_scale(2.0)), step) is None
+    cure = course.learned(Cure("fp32 weights", step.with_fp32_weights()), step)
+    assert cure is not None
+    assert str(cure) == "fp32 weights"
+
+
+def test_where_there_is_no_time_to_train_it_says_so() -> None:
+    step = of_loop("bf16", 1e-3)
+    for course in (
+        Course(step, Budget(1.0, step, step_seconds=1.0)),
+        Course(of_loop("bf16", 0.0), Budget(600, step)),
+    ):
+        if course.start is not step:
+            course.start = LoopStep.copied(Net([]), error, regression(), FORMATS["bf16"])  # no optimizer
+        cure = course.learned(Cure("fp32", course.start.in_format(FORMATS["fp32"])), course.start)
+        assert cure is not None
+        assert cure.about == NOT_TRAINED
+
+
+def test_a_cure_is_tried_from_the_start_and_not_from_the_weights_that_are_ruined() -> None:
+    """Its scale is that of a new run, unless the cure sets it."""
+    start = of_loop("fp16", 1e-2)
+    ruined = start.with_values(lambda weight: weight * 1e6).at_scale(2.0)
+    course = Course(start, Budget(600, start))
+    changed = start.changed_as(ruined.in_format(plain(BF16)).in_fp32(["body"]), ruined)
+    assert (changed.format, changed.fp32_modules, changed.scale) == (plain(BF16), ["body"], start.scale)
+    assert changed.weights is start.weights
+    assert start.changed_as(ruined.at_scale(8.0), ruined).scale == 8.0
+    assert course.learned(Cure("bf16", ruined.in_format(plain(BF16))), ruined) is not None
+
+
+def test_data_is_changed_in_every_step() -> None:
+    spiked = regression()
+    for batch in spiked:
+        batch["y"][3] = 1e12
+    step = of_loop("fp32", 1e-2)
+    step = LoopStep.copied(step.model, error, spiked, FORMATS["fp32"], step.optimizer)
+    usual = step.with_microbatches(map(without_outliers, step.microbatches))
+    course = Course(step, Budget(600, step))
+    assert course.learned(Cure("in this step alone", usual), step) is None
+    assert course.learned(Cure("in all of them", usual, data=without_outliers), step) is not None
+
+
+def examined(model: nn.Module, rate: float, precision: str = "fp16") -> mantissa.doctor.examine.Report:
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), rate)
+    return mantissa.examine(model, error, regression(), precision, optimizer, time_budget_s=600, failed=True)
+
+
+def large(own: nn.Module, x: Tensor) -> Tensor:
+    """Above what fp16 can hold, and divided by that again."""
+    product: Tensor = own.get_submodule("layer")(x) * 1e6
+    return product / product.abs().max()
+
+
+def test_a_rate_at_which_fp32_explodes_is_the_first_fault_and_its_cure_learns() -> None:
+    """The format breaks as well, and has a cure of its own, which was tried at the lower rate."""
+    torch.manual_seed(0)
+    report = examined(Net([Computes(large, layer=nn.Linear(NARROW, NARROW))]), rate=1e4)
+    rate, overflow = report.findings
+    assert (rate.kind, overflow.kind) == (RATE, OVERFLOW), str(report)
+    assert "together with the next cure" in rate.cure[0]
+    assert overflow.cure
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "cure"),
+    [
+        (lambda weights: torch.optim.SGD(weights, 0.1, momentum=0.999), "momentum=0 in the optimizer"),
+        (lambda weights: torch.optim.AdamW(weights, 0.1, weight_decay=900.0), "weight_decay=0.01 in the optimizer"),
+    ],
+)
+def test_an_option_of_the_optimizer_may_be_the_cause(optimizer: Any, cure: str) -> None:
+    torch.manual_seed(0)
+    model = Net([nn.Linear(NARROW, NARROW)])
+    report = mantissa.examine(model, error, regression(), "fp32", optimizer(model.parameters()), time_budget_s=600)
+    assert [(finding.kind, finding.cure) for finding in report.findings] == [(OPTION, (cure,))], str(report)
+
+
+def test_a_format_is_not_blamed_for_what_a_lower_rate_cures_alone() -> None:
+    torch.manual_seed(0)
+    model = Net([nn.Linear(NARROW, NARROW)])
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(30)
+    report = examined(model, rate=1e4)
+    assert [finding.kind for finding in report.findings if finding.cure] == [RATE], str(report)
+
+
+def test_a_domain_fault_is_no_matter_of_the_rate() -> None:
+    torch.manual_seed(0)
+    model = Net([Computes(lambda own, x: own.layer(x) / (x - x), layer=nn.Linear(NARROW, NARROW))])
+    assert [finding.kind for finding in examined(model, 1e4).findings] == [DOMAIN]
