@@ -13,6 +13,9 @@ from torch.utils._pytree import tree_map_only
 from mantissa.tensors import NotedState, numbers_in, tensors
 from mantissa.watch.meters import Measured
 
+_IGNORED = -100
+"""Target that torch's losses leave out by default."""
+
 
 class Pass:
     """A forward pass: what it takes in, for its replay, and the loss that the model returned."""
@@ -71,6 +74,19 @@ def loss_in(output: Any) -> Tensor | None:
     named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     scalars = [number for number in numbers_in(output) if number.ndim == 0]
     return named if isinstance(named, Tensor) else next(iter(scalars), None)
+
+
+def without_targets(batch: Any) -> str:
+    """Return what a batch says where it has no targets, as a sentence with the cure; empty: it has some."""
+    given = tensors(batch)
+    whole = [tensor for tensor in given if tensor.numel() and not tensor.is_floating_point()]
+    if any(bool((tensor == _IGNORED).all()) for tensor in whole):
+        none = f"All targets of a batch are {_IGNORED}, which cross_entropy leaves out"
+    elif any(not tensor.numel() for tensor in given):
+        none = "A batch has a tensor without elements"
+    else:
+        return ""
+    return f"{none}, and a mean over nothing is 0/0: give each batch targets, or leave it out."
 
 
 def call(model: nn.Module, batch: Any) -> Tensor:
