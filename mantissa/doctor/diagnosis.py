@@ -29,6 +29,7 @@ from mantissa.doctor.checks import (
     Check,
 )
 from mantissa.doctor.cures import Islands, Trial, line_of_error, places, search
+from mantissa.doctor.dtypes import NO_CAST
 from mantissa.doctor.finding import (
     CRASH,
     DOMAIN,
@@ -63,6 +64,8 @@ class TakenStep:
     loss: float = math.nan
     grad_norm: float = math.nan
     skipped: bool = False
+    spoils_buffers: bool = False
+    """Whether it leaves a buffer that is not finite, and was."""
     seconds: float = 0.0
     """Duration of the step."""
     memory_bytes: int = 0
@@ -84,8 +87,8 @@ class TakenStep:
 
     @property
     def finite(self) -> bool:
-        """Whether the step was taken."""
-        return not self.skipped and math.isfinite(self.loss)
+        """Whether the step was taken, and all that it leaves is finite."""
+        return not self.skipped and not self.spoils_buffers and math.isfinite(self.loss)
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,11 @@ class Fault:
     def finding(self) -> Finding:
         """The same with the cures that hold, and the place that they say, for the report."""
         at = dict(item for cure in self.held for item in cure.at.items()) or self.at
-        cure = (*self.reported.cure, *(cure.text for cure in self.held))
-        return replace(self.reported, **at, cure=cure, candidates=())
+        texts = [cure.text for cure in self.held]
+        line = at.get("line", "")
+        if NO_CAST in texts and self.reported.line not in ("", line):  # of another line than what it makes wrong
+            at, texts = {}, [text.replace(NO_CAST, f"{NO_CAST}: {line}") for text in texts]
+        return replace(self.reported, **at, cure=(*self.reported.cure, *texts), candidates=())
 
 
 @dataclass
@@ -265,6 +271,7 @@ def _make(result: Diagnosis, check: Check) -> None:
         return
     result.examined[part] = replace(examined, again=None)  # which holds what it compares with
     result.notes += examined.notes
+    budget.left_out += examined.left_out
     if not check.is_after(result.known):
         return
 

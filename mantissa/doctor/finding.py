@@ -121,6 +121,8 @@ class Examined:
 
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """What could not be examined, with the reason."""
     rows: tuple[Any, ...] = ()
     """What was measured, for a table."""
     again: Again | None = field(default=None, repr=False, compare=False)

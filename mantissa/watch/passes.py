@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from mantissa.doctor.cause import all_ignored
 from mantissa.tensors import NotedState, numbers_in, tensors
 from mantissa.watch.meters import Measured
-
-_IGNORED = -100
-"""Target that torch's losses leave out by default."""
 
 
 class Pass:
@@ -77,11 +75,10 @@ def loss_in(output: Any) -> Tensor | None:
 
 
 def without_targets(batch: Any) -> str:
-    """Return what a batch says where it has no targets, as a sentence with the cure; empty: it has some."""
+    """Return what is said of a batch that has no targets, with the cure; empty: it has some."""
     given = tensors(batch)
-    whole = [tensor for tensor in given if tensor.numel() and not tensor.is_floating_point()]
-    if any(bool((tensor == _IGNORED).all()) for tensor in whole):
-        none = f"All targets of a batch are {_IGNORED}, which cross_entropy leaves out"
+    if any(map(all_ignored, given)):
+        none = "All targets of a batch are ones that losses leave out (-100)"
     elif any(not tensor.numel() for tensor in given):
         none = "A batch has a tensor without elements"
     else:

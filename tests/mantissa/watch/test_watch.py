@@ -258,20 +258,21 @@ def test_a_scaler_skips_a_loss_that_is_not_finite_and_only_ten_such_steps_are_a_
     assert f"step {BAD}: The loss is not finite, and its scaler skips the step" in training.said[-1]
     assert training.watch.skipped == 1
     training.batch = lambda number: (torch.full((6, 4), -9.0), torch.zeros(6, dtype=torch.long))  # type: ignore[method-assign]
-    with pytest.raises(mantissa.NotFiniteError, match=r"step 17: the loss scaler skipped 10 of the last 17 steps.*root"):
+    with pytest.raises(
+        mantissa.NotFiniteError, match=r"step 17: the loss scaler skipped 10 of the last 17 steps.*root"
+    ):
         training.train(20)
 
 
 def test_steps_of_which_a_few_are_not_skipped_are_a_failure_but_a_few_skipped_ones_are_not(tmp_path: Path) -> None:
-    training = Training(autocast=torch.float16, folder=tmp_path)
-    for number in range(1, 41):
-        training.bad = number * (number % 3 == 0)
-        training.step(number)
+    training = Training(BAD, autocast=torch.float16, folder=tmp_path)
+    batch = training.batch
+    training.batch = lambda number: batch(0 if number % 3 else BAD)  # type: ignore[method-assign]
+    training.train(40)
     assert training.watch.skipped == 13
+    training.batch = lambda number: batch(BAD if number % 5 else 0)  # type: ignore[method-assign]
     with pytest.raises(mantissa.NotFiniteError, match=r"the loss scaler skipped 10 of the last 19 steps.*root"):
-        for number in range(41, 70):
-            training.bad = number * (number % 5 != 0)
-            training.step(number)
+        training.train(40)
 
 
 def test_ten_steps_that_a_scale_of_1_does_not_save_are_a_failure(tmp_path: Path) -> None:
@@ -279,7 +280,9 @@ def test_ten_steps_that_a_scale_of_1_does_not_save_are_a_failure(tmp_path: Path)
     nn.init.zeros_(training.net.norm.weight)
     nn.init.zeros_(training.net.norm.bias)  # so that root gets the 0 of the batch, and returns an infinite gradient
     training.batch = lambda number: (torch.eye(6, 4), torch.zeros(6, dtype=torch.long))  # type: ignore[method-assign]
-    with pytest.raises(mantissa.NotFiniteError, match=r"step 13: the loss scaler skipped 10 of the last 13 steps.*root"):
+    with pytest.raises(
+        mantissa.NotFiniteError, match=r"step 13: the loss scaler skipped 10 of the last 13 steps.*root"
+    ):
         training.train(20)
 
 
@@ -324,7 +327,7 @@ def test_a_batch_without_targets_is_named_where_the_loss_is_not_finite() -> None
     training = Training().train(1)
     training.batch = lambda number: (torch.rand(6, 4), torch.full((6,), -100))  # type: ignore[method-assign]
     training.step(2)
-    assert "the training goes on. All targets of a batch are -100" in training.said[-1]
+    assert "the training goes on. All targets of a batch are" in training.said[-1]
 
 
 @pytest.mark.parametrize(("steps", "words"), [(0, "saw no step of its optimizer"), (3, "saw 3 steps of its optimizer")])
