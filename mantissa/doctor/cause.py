@@ -375,14 +375,14 @@ def _operator(origin: Origin) -> Finding:
         details.append(f"{samples(rows)} of the batch alone")
     if origin.others:
         details.append(f"{origin.others} operators are not finite independently of each other, this is the first")
-    cure = (f"leave out {samples(rows)}: without, the step is finite",) if rows else ()
+    cures = [f"leave out {samples(rows)}: without, the step is finite"] if rows else []
     if kind == DOMAIN and site.direction == BACKWARD:
-        cure += _derivative_cures(origin.replay, site)
-    return origin.finding(kind, details, cure=cure)
+        cures += _derivative_cures(origin.replay, site)
+    return origin.finding(kind, details, cure=tuple(cures))
 
 
-def _derivative_cures(replay: Replay, site: Site) -> tuple[str, ...]:
-    """Return what makes a derivative finite: a root that is not 0 in the line, or masks that are no infinities."""
+def _derivative_cures(replay: Replay, site: Site) -> Iterator[str]:
+    """Yield what makes a derivative finite: a root that is not 0 in the line, and masks that are no infinities."""
 
     def root(op: Op) -> None:
         if op.bare_name in _ROOTS and not op.in_backward and str(op.line or "") == site.line:
@@ -397,8 +397,7 @@ def _derivative_cures(replay: Replay, site: Site) -> tuple[str, ...]:
         f"an eps under the root, such as {_EPS:g}: with it the step is finite": root,
         f"a finite number in the place of -inf, such as {_MASK:g}: with it the step is finite": mask,
     }
-    held = (text for text, change in tried.items() if _is_finite_with(replay, change))
-    return tuple(held)[:1]
+    yield from (text for text, change in tried.items() if _is_finite_with(replay, change))
 
 
 def _is_finite_with(replay: Replay, change: Callable[[Op], None]) -> bool:
