@@ -183,6 +183,7 @@ def harmful_errors(step: Step) -> Examined:
     # An infinity may be a mask, or become 0 or 1 again: it is one that is wrong if a gradient is.
     rows = [row for row in local.rows if row.ratio > 1 and not row.sorts]
     large = {(row.module, row.direction) for row in rows if _LARGE < row.e < math.inf}
+    infinite = {(row.module, row.direction) for row in rows if row.e == math.inf}
     siblings: dict[type[nn.Module], list[Finding]] = {}
     for finding in local.findings:
         siblings.setdefault(type(low.model.get_submodule(finding.module)), []).append(finding)
@@ -194,7 +195,7 @@ def harmful_errors(step: Step) -> Examined:
     harmless = tuple(
         f"{finding.kind} in {finding.place} ({finding.detail}): the gradients of the step are right in spite of it"
         for finding in local.findings
-        if finding not in harmful
+        if finding not in harmful and (finding.module, finding.direction) not in infinite
     )
     named = tuple(finding for finding in local.findings if finding in harmful)
     return replace(local, findings=named, notes=harmless)
