@@ -36,6 +36,14 @@ _CANDIDATES = 12
 """Operators that are tried out, one pass each."""
 _SAMPLES = 4
 """Samples that are named as the cause, at most: more are the model's matter."""
+_ROOTS = ("sqrt", "norm", "linalg_vector_norm", "std")
+"""Operators whose gradient divides by their result, which is kept from the forward pass."""
+_EPS = 1e-12
+"""Number that is tried under a root."""
+_MASK = -1e4
+"""Number that is tried in the place of -inf: for a softmax it is as good, and fp16 holds it."""
+_IGNORED = -100
+"""Target that torch's losses leave out by default."""
 _DEPTH = 96
 """Operators before one that divides by 0, among which one is looked for whose result became 0."""
 
@@ -135,6 +143,8 @@ def find_origin(replay: Replay, format: str) -> Finding | None:
         _input,
         # What an operator before it lost: this one only shows it.
         _underflow,
+        # A mean over nothing.
+        _without_targets,
         # Data that is too large for this format, in one sample or in all of them.
         _sample,
         _cast_data,
@@ -304,6 +314,30 @@ def _underflow(origin: Origin) -> Finding | None:
     )
 
 
+def _without_targets(origin: Origin) -> Finding | None:
+    """Name targets that are all left out, where the step is finite with some."""
+    if origin.kind != DOMAIN or not origin.in_fp32:
+        return None
+    step = origin.replay.step
+    names = [name for batch in step.microbatches for name, tensor in batch.items() if all_ignored(tensor)]
+    other = step.with_microbatches(map_tensors(batch, _with_targets) for batch in step.microbatches)
+    if not names or not _is_finite(origin.replay, other):
+        return None
+    place = batch_key(names[0])
+    cure = f"targets in {place}: all of them are {_IGNORED}, which is left out; with others the step is finite"
+    return origin.finding(DOMAIN, ["a mean over nothing is 0/0"], cure=(cure,), module="", tensor=place)
+
+
+def all_ignored(tensor: Tensor) -> bool:
+    """Return whether a tensor of a batch has targets that torch's losses all leave out."""
+    whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    return whole and tensor.numel() > 0 and bool((tensor == _IGNORED).all())
+
+
+def _with_targets(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if all_ignored(tensor) else tensor
+
+
 def _sample(origin: Origin) -> Finding | None:
     """Name a sample that is far larger than others, where fp32 cannot hold what comes of it, but of others can."""
     if not origin.in_fp32 or origin.outlier is None:
@@ -344,7 +378,10 @@ def _operator(origin: Origin) -> Finding:
         details.append(f"{samples(rows)} of the batch alone")
     if origin.others:
         details.append(f"{origin.others} operators are not finite independently of each other, this is the first")
-    return origin.finding(kind, details, candidates=tuple(_sample_cures(origin.replay, rows)))
+    cures = [*_sample_cures(origin.replay, rows)]
+    if kind == DOMAIN and site.direction == BACKWARD:
+        cures += _derivative_cures(origin.replay, site)
+    return origin.finding(kind, details, candidates=tuple(cures))
 
 
 def _sample_cures(replay: Replay, rows: list[int]) -> Iterator[Cure]:
@@ -360,6 +397,22 @@ def _sample_cures(replay: Replay, rows: list[int]) -> Iterator[Cure]:
 
     usual = replay.step.with_microbatches(map(data, replay.step.microbatches))
     yield Cure(f"leave out {samples(rows)}, and others like it", usual, data=data)
+
+
+def _derivative_cures(replay: Replay, site: Site) -> Iterator[Cure]:
+    """Yield what makes a derivative finite: a root that is not 0 in the line, and masks that are no infinities."""
+
+    def root(op: Op) -> None:
+        if op.bare_name in _ROOTS and not op.in_backward and str(op.line or "") == site.line:
+            for result in numbers_in(op.result):
+                result.masked_fill_(result == 0, math.sqrt(max(_EPS, torch.finfo(result.dtype).smallest_normal)))
+
+    def mask(op: Op) -> None:
+        for result in [] if op.in_backward or op.is_view or op.is_mutable else numbers_in(op.result):
+            result.masked_fill_(result == -math.inf, _MASK)
+
+    yield Cure(f"an eps under the root, such as {_EPS:g}", replay.step, results=root)
+    yield Cure(f"a finite number in the place of -inf, such as {_MASK:g}", replay.step, results=mask)
 
 
 class Flushed(NamedTuple):

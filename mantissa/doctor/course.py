@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,6 +16,7 @@ from mantissa.doctor.explosion import explodes, explosion, losses_of
 from mantissa.doctor.finding import Cure, Finding
 from mantissa.formats import FP32
 from mantissa.step.step import Batch, Step
+from mantissa.step.trace import Trace
 
 STEPS, MOST_STEPS = 20, 50
 """Numbers of steps that are trained: the second one where they are small."""
@@ -135,18 +137,25 @@ class Course:
             The cure, which says where training was not tried; None: it does not hold.
         """
         try:
-            if cure.step.as_run().run_with_backoff().nonfinite:
-                return None
-            if not self.count:
-                return replace(cure, about=cure.about or NOT_TRAINED)
-            standard, changed = self._standard(cure, base), self.start.changed_as(cure.step, base)
-            if not standard.exact.isfinite().all() or explodes(standard.exact, standard.exact[:1]):
-                return None
-            losses = losses_of(changed.as_run(), standard.batches)
+            with Trace(None, cure.results) if cure.results is not None else nullcontext():
+                return self._learned(cure, base)
         except Exception as error:  # of any kind: a module that cannot compute in fp32 alone
             if cannot_compute(error):
                 return None
             raise
+
+    def _learned(self, cure: Cure, base: Step) -> Cure | None:
+        # It is finite as the run takes it.
+        if cure.step.as_run().run_with_backoff().nonfinite:
+            return None
+        if not self.count:
+            return replace(cure, about=cure.about or NOT_TRAINED)
+
+        # It trains as fp32 does, which learns.
+        standard, changed = self._standard(cure, base), self.start.changed_as(cure.step, base)
+        if not standard.exact.isfinite().all() or explodes(standard.exact, standard.exact[:1]):
+            return None
+        losses = losses_of(changed.as_run(), standard.batches)
         holds = bool(losses.isfinite().all()) and standard.leaves(losses) is None
         # A constant that rounding adds to the loss is not what training learns.
         learned = losses - (losses - standard.exact)[0]
@@ -155,7 +164,14 @@ class Course:
     def _standard(self, cure: Cure, base: Step) -> Standard:
         """Return what training with a cure is compared with: fp32 with the same data, rate, factor and state."""
         changed = self.start.changed_as(cure.step, base)
-        key = (cure.data, changed.lr_factor, changed.loss_factor, bool(changed.moments), id(changed.weights))
+        key = (
+            cure.data,
+            cure.results,
+            changed.lr_factor,
+            changed.loss_factor,
+            bool(changed.moments),
+            id(changed.weights),
+        )
         if key not in self._standards:
             batches = changed.following(self.count)
             if cure.data is not None:

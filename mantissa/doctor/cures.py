@@ -26,14 +26,18 @@ from mantissa.doctor.tape import UNWRITTEN
 from mantissa.errors import FormatError
 from mantissa.formats import FP16, Format
 from mantissa.step.ledger import MemoryLedger
+from mantissa.step.operators import GROUPS, is_operator
 from mantissa.step.step import Batch, Replay, Step
 from mantissa.step.trace import BACKWARD, FORWARD, HALF, Line, Op, Trace, functional_name
 from mantissa.tensors import numbers_in, relative_error
 
 _OTHERS = 3
 """Following steps, on whose first microbatch islands must be finite, too."""
+ORDERS = ("topk", "sort", "argsort", "argmax", "argmin", "nms")
+"""Operators, by their bare names, that choose or order by size, and return the indices last."""
 _HEADROOM = 2.0
 """Factor by which results in fp16 must stay below the largest number, where an overflow is cured."""
+_SPELLED = {"mm": "matmul", "bmm": "matmul", "addmm": "linear"}
 CURES = "cures"
 """Name of the part of an examination."""
 
@@ -128,14 +132,14 @@ def operators_of(step: Step, finding: Finding) -> Iterator[Cure]:
         names.append(spelled(finding.op))
     if finding.kind == DOMAIN:
         names += [name for name, module in reversed(in_half(step)) if module == finding.module]
-    for name in names:
+    for name in filter(is_operator, names):
         yield operator_cure(step, [name])
 
 
 def operators_of_line(step: Step, finding: Finding) -> Iterator[Cure]:
     """Yield the functions of a finding's line in fp32: torch may call several operators for one, such as einsum."""
     for name in re.findall(r"\w+(?=\()", finding.line):
-        if hasattr(torch, name):
+        if hasattr(torch, name) and is_operator(name):
             yield operator_cure(step, [name])
 
 
@@ -357,7 +361,10 @@ def _returned_last(order: list[str], module: str) -> int:
 
 
 def in_half(step: Step) -> dict[tuple[str, str], Line | None]:
-    """Return the first line of each operator that computes in 16 bits in the forward pass, by its name and module."""
+    """Return the first line of each operator that computes in 16 bits in the forward pass, by its name and module.
+
+    Those that cannot be named, as torch calls them only inside of others, are left out.
+    """
     replay = step.as_run()
     lines: dict[tuple[str, str], Line | None] = {}
 
@@ -366,13 +373,15 @@ def in_half(step: Step) -> dict[tuple[str, str], Line | None]:
             lines.setdefault((spelled(op.name), op.place[0]), op.line)
 
     replay.forward(Trace(replay.model, note))
-    return lines
+    return {key: line for key, line in lines.items() if is_operator(key[0])}
 
 
 def spelled(operator: str) -> str:
-    """Return the name of an operator among ``fp32_ops``."""
+    """Return the name of an operator among ``fp32_ops``, if it has one there."""
     name = functional_name(operator)
-    return {"mm": "matmul", "bmm": "matmul", "addmm": "linear"}.get(name, name)
+    name = next((name.removeprefix(f"{group}_") for group in GROUPS if name.startswith(f"{group}_")), name)
+    attention = "scaled_dot_product"
+    return attention + "_attention" if name.startswith(attention) else _SPELLED.get(name, name)
 
 
 def line_of_error(step: Step, module: str) -> Line | None:
@@ -387,7 +396,7 @@ def line_of_error(step: Step, module: str) -> Line | None:
     for (name, line, low), (other, _, exact) in zip(*sides, strict=False):
         if name != other or low.shape != exact.shape:
             break
-        error = relative_error(low, exact)
+        error = relative_error(low, exact) if low.is_floating_point() else (low != exact).double().mean().item()
         if error / before > jump and line is not None:
             worst, jump = line, error / before
         before = max(before, 0.0 if math.isnan(error) else error)
@@ -401,7 +410,9 @@ def _results(replay: Replay, module: str) -> list[tuple[str, Line | None, Tensor
     def note(op: Op) -> None:
         inside = not module or f"{op.place[0]}.".startswith(f"{module}.")
         if inside and op.computes:
-            results.extend((op.name, op.line, tensor.detach().clone()) for tensor in numbers_in(op.result)[:1])
+            # What is nearly equal comes in another order: the indices say so.
+            of = op.results[-1:] if op.bare_name in ORDERS else numbers_in(op.result)[:1]
+            results.extend((op.name, op.line, tensor.detach().clone()) for tensor in of)
 
     replay.forward(Trace(replay.model, note))
     return results

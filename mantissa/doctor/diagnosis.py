@@ -31,6 +31,7 @@ from mantissa.doctor.checks import (
 )
 from mantissa.doctor.course import Course
 from mantissa.doctor.cures import Islands, Trial, line_of_error, places, search
+from mantissa.doctor.dtypes import NO_CAST
 from mantissa.doctor.finding import (
     CRASH,
     DOMAIN,
@@ -67,6 +68,8 @@ class TakenStep:
     loss: float = math.nan
     grad_norm: float = math.nan
     skipped: bool = False
+    spoils_buffers: bool = False
+    """Whether it leaves a buffer that is not finite, and was."""
     seconds: float = 0.0
     """Duration of the step."""
     memory_bytes: int = 0
@@ -92,8 +95,8 @@ class TakenStep:
 
     @property
     def finite(self) -> bool:
-        """Whether the step was taken; a norm beyond fp32's range clips gradients to 0 or to NaN."""
-        return not self.skipped and math.isfinite(self.loss) and self.grad_norm != math.inf
+        """Whether the step was taken, and leaves all finite; an infinite norm clips gradients to 0, or to NaN."""
+        return not (self.skipped or self.spoils_buffers) and math.isfinite(self.loss) and self.grad_norm != math.inf
 
 
 @dataclass(frozen=True)
@@ -117,8 +120,11 @@ class Fault:
     def finding(self) -> Finding:
         """The same with the cures that hold, and the place that they say, for the report."""
         at = dict(item for cure in self.held for item in cure.at.items()) or self.at
-        cure = (*self.reported.cure, *map(str, self.held))
-        return replace(self.reported, **at, cure=cure, candidates=())
+        texts = [*map(str, self.held)]
+        line = at.get("line", "")
+        if NO_CAST in texts and self.reported.line not in ("", line):  # of another line than what it makes wrong
+            at, texts = {}, [text.replace(NO_CAST, f"{NO_CAST}: {line}") for text in texts]
+        return replace(self.reported, **at, cure=(*self.reported.cure, *texts), candidates=())
 
 
 @dataclass
@@ -326,6 +332,7 @@ def _make(result: Diagnosis, check: Check) -> None:
         return
     result.examined[part] = replace(examined, again=None)  # which holds what it compares with
     result.notes += examined.notes
+    budget.left_out += examined.left_out
     if not check.is_after(result.known):
         return
 

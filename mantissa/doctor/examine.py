@@ -233,6 +233,7 @@ def take(step: Step, began: str = "its beginning", backs_off: bool = True) -> Ta
         loss=loss,
         grad_norm=_size(gradients) * result.correction / replay.scale if gradients else math.nan,
         skipped=skipped,
+        spoils_buffers=any(name in result.buffers for name in result.nonfinite),
         seconds=seconds,
         memory_bytes=peak,
         own_autocast=replay.own_autocast,

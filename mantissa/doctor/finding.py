@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mantissa.step.step import Batch, Step
-    from mantissa.step.trace import Site
+    from mantissa.step.trace import Op, Site
 
 MEANINGS: dict[str, str] = {}
 """The kinds of faults, and what they mean."""
@@ -60,6 +60,8 @@ class Cure:
     """Fields of a finding that say where the cure changes something: there a fault is that shows nowhere else."""
     data: Callable[[Batch], Batch] | None = None
     """What it changes of every batch; None: nothing."""
+    results: Callable[[Op], None] | None = None
+    """What it changes of the results of operators; None: nothing."""
     about: str = ""
     """What it costs, and what of it was not tried."""
 
@@ -134,6 +136,8 @@ class Examined:
 
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """What could not be examined, with the reason."""
     rows: tuple[Any, ...] = ()
     """What was measured, for a table."""
     again: Again | None = field(default=None, repr=False, compare=False)

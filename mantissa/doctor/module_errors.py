@@ -28,7 +28,7 @@ from mantissa.display import listed
 from mantissa.doctor.budget import Budget, LeftOutError
 from mantissa.doctor.calls import Call, Evaluated, as_called, evaluate, record
 from mantissa.doctor.cause import name_overflows
-from mantissa.doctor.cures import line_of_error
+from mantissa.doctor.cures import ORDERS, line_of_error
 from mantissa.doctor.finding import ERROR, UNDERFLOW, Examined, Finding
 from mantissa.doctor.limits import HARM, NOISE
 from mantissa.doctor.random import without_dropout
@@ -54,8 +54,6 @@ than half, where that is a fault. In nvfp4 the same simulation loses 0.07 of nor
 at most 0.61, of normal numbers times exp(2 normal ones); mxfp8 and fp8 lose at most 0.06."""
 _LARGE = 0.25
 """From this relative error on a module's result is wrong, whatever comes of it."""
-_ORDERS = ("topk", "sort", "argmax", "argmin", "nms")
-"""Operators, by their bare names, that choose or order by size."""
 _HARM_OF_FEW, _FEW = 0.25, 16
 """Relative error of a step's gradients of up to so many elements from which on an error in a module does harm."""
 _GRADIENT_SCALES = (0, 8, -8)
@@ -99,8 +97,11 @@ class LocalError:
 
     @property
     def ratio(self) -> float:
-        """Error in terms of the bound: above 1, it is more than the format makes unavoidable."""
-        judged = self.cond < NOISE and math.isfinite(self.e)
+        """Error in terms of the bound: above 1, it is more than the format makes unavoidable.
+
+        A gradient that is infinite is the loss scale's matter.
+        """
+        judged = self.cond < NOISE and (math.isfinite(self.e) or self.direction == FORWARD)
         return self.e / self.bound if judged else 0.0
 
     def finding(self, format: str) -> Finding:
@@ -117,7 +118,7 @@ def module_errors(step: Step, budget: Budget) -> Examined:
     budget.expect(steps_in_memory=2)
     examined = harmful_errors(step)
     if not examined.rows:
-        raise LeftOutError("; ".join(examined.notes) or "no module computes")
+        raise LeftOutError("; ".join(examined.left_out) or "no module computes")
     findings = tuple(
         replace(finding, line=finding.line or str(line_of_error(step, finding.module) or ""))
         for finding in name_overflows(step.as_run(), examined.findings)
@@ -156,12 +157,12 @@ def local_errors(step: Step) -> Examined:
 
     # A wrong result has a wrong gradient, which is no fault of its own.
     faults = [row for row in worst.values() if row.direction == FORWARD or (row.module, FORWARD) not in worst]
-    notes = []
-    for why, modules in left_out.items():
-        which = f"{listed(sorted(modules), 'module')} are" if len(modules) > 1 else f"{min(modules)} is"
-        notes.append(f"errors of modules: {which} left out: {why}")
+    parts = tuple(
+        f"errors of {listed(sorted(modules), 'module') if len(modules) > 1 else min(modules)} ({why})"
+        for why, modules in left_out.items()
+    )
     findings = tuple(row.finding(step.format.name) for row in faults)
-    return Examined(findings=findings, notes=tuple(notes), rows=tuple(rows))
+    return Examined(findings=findings, left_out=parts, rows=tuple(rows))
 
 
 def harmful_errors(step: Step) -> Examined:
@@ -179,7 +180,10 @@ def harmful_errors(step: Step) -> Examined:
     wrong = {name: e for name, e in errors.items() if e > (HARM if exact[name].numel() > _FEW else _HARM_OF_FEW)}
 
     # What each layer repeats is judged together: one of them alone changes little.
-    large = {(row.module, row.direction) for row in local.rows if row.ratio > 1 and row.e > _LARGE and not row.sorts}
+    # An infinity may be a mask, or become 0 or 1 again: it is one that is wrong if a gradient is.
+    rows = [row for row in local.rows if row.ratio > 1 and not row.sorts]
+    large = {(row.module, row.direction) for row in rows if _LARGE < row.e < math.inf}
+    infinite = {(row.module, row.direction) for row in rows if row.e == math.inf}
     siblings: dict[type[nn.Module], list[Finding]] = {}
     for finding in local.findings:
         siblings.setdefault(type(low.model.get_submodule(finding.module)), []).append(finding)
@@ -191,10 +195,10 @@ def harmful_errors(step: Step) -> Examined:
     harmless = tuple(
         f"{finding.kind} in {finding.place} ({finding.detail}): the gradients of the step are right in spite of it"
         for finding in local.findings
-        if finding not in harmful
+        if finding not in harmful and (finding.module, finding.direction) not in infinite
     )
     named = tuple(finding for finding in local.findings if finding in harmful)
-    return replace(local, findings=named, notes=local.notes + harmless)
+    return replace(local, findings=named, notes=harmless)
 
 
 def _fixes(step: Step, modules: list[str], wrong: dict[str, float], exact: Gradients) -> bool:
@@ -300,7 +304,7 @@ class _Comparison:
 
         def count(op: Op) -> None:
             roundings[op.in_backward] += _roundings(op, self._number)
-            self._sorts |= op.bare_name in _ORDERS
+            self._sorts |= op.bare_name in ORDERS
 
         with Trace(None, count):
             low = evaluate(self._in_low, self._call, sources, cotangents)

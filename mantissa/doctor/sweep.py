@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,12 +12,13 @@ import torch
 from mantissa.display import dtype_name, shortened
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.cause import find_exception, find_origin
+from mantissa.doctor.cures import cast_cures
 from mantissa.doctor.dtypes import stored_in_half
 from mantissa.doctor.finding import DOMAIN, EXCEPTION, INPUT, NOT_FINITE, Examined, Finding
 from mantissa.errors import FormatError, described, is_out_of_memory
 from mantissa.formats import BF16, FP32, TF32, Format, plain
-from mantissa.step.step import Replay, Step
-from mantissa.step.trace import BACKWARD, FORWARD, HALF
+from mantissa.step.step import Batch, Replay, Step, batch_key
+from mantissa.step.trace import BACKWARD, CAST, FORWARD, HALF
 
 OK, BREAKS, RAISES, DIFFERS, LEFT_OUT = "ok", "BREAKS", "RAISES", "DIFFERS", "left out"
 DIFFERENT = 0.01
@@ -192,16 +194,22 @@ def _at_fault(sweep: Sweep, step: Step, broken: FormatTrial, budget: Budget) -> 
     name, half = broken.name, broken is not fp32
     if broken.error and broken.error == fp32.error:
         name, half = fp32.name, False
-        notes.append("fp32 raises it, too, so precision is not the cause")
 
     # Which operator, at which line.
     def cause() -> Finding | None:
         replay = broken.replay(step, broken.scale)
         return find_exception(replay, name) if broken.status == RAISES else find_origin(replay, name)
 
-    finding = budget.run("cause", cause, always=True) or _unlocated(broken, name)
+    finding = budget.run("cause", cause, always=True) or _unlocated(step, broken, name)
+    meet = broken.status == RAISES and ", " in finding.dtype
+    if meet:
+        finding = _that_meet(step, broken, finding)
+    elif finding.op == CAST and finding.dtype in map(dtype_name, HALF):
+        finding = replace(finding, candidates=(*finding.candidates, *cast_cures(step)))
 
     # What wider formats say of it.
+    if finding.kind == EXCEPTION and not half and not meet:
+        notes.append("fp32 raises it, too, so precision is not the cause")
     wider = sweep.trials[0] if broken is fp32 else fp32
     if finding.kind == DOMAIN and wider.status == OK:
         notes.append(f"{wider.name} does not round what it is given, and is finite")
@@ -215,13 +223,46 @@ def _at_fault(sweep: Sweep, step: Step, broken: FormatTrial, budget: Budget) -> 
     return replace(sweep, findings=(finding,), notes=tuple(notes), half=half)
 
 
-def _unlocated(trial: FormatTrial, name: str) -> Finding:
+def _that_meet(step: Step, broken: FormatTrial, finding: Finding) -> Finding:
+    """Return the exception of two dtypes that meet, with the tensors of the batch, or the casts, that bring the other.
+
+    Args:
+        step: in which they meet.
+        broken: the format's trial.
+        finding: the exception.
+    """
+    assert broken.format is not None
+    wanted = broken.format.weights
+    given = {name: tensor for batch in step.microbatches for name, tensor in batch.items()}
+    others = [name for name, tensor in given.items() if tensor.is_floating_point() and tensor.dtype != wanted]
+
+    def cast(batch: Batch, names: list[str]) -> Batch:
+        result = copy.copy(batch)
+        result.update({name: batch[name].to(wanted) for name in names if name in batch})
+        return result
+
+    # One of them alone, then all of them.
+    for names in [*([name] for name in others), others]:
+        if (
+            names
+            and broken.take(step.with_microbatches(cast(batch, names) for batch in step.microbatches)).status == OK
+        ):
+            keys = list(map(batch_key, names))
+            has = f"{', '.join(keys)}: {dtype_name(given[names[0]].dtype)}, the weights are {dtype_name(wanted)}"
+            cure = ", ".join(f"{key}.to({wanted})" for key in keys)
+            detail, tensor = f"{has}; {finding.detail}", ", ".join(keys)
+            return replace(finding, tensor=tensor, detail=detail, cure=(f"{cure}: with it the step is finite",))
+    return replace(finding, candidates=tuple(cast_cures(step)))
+
+
+def _unlocated(step: Step, trial: FormatTrial, name: str) -> Finding:
     """Return the finding of a step that no operator makes infinite."""
     if trial.status == RAISES:
         return Finding(EXCEPTION, FORWARD, "", name, detail=trial.why)
     bad = trial.nonfinite
-    gradient = next((output for output in bad if output != "loss"), "")
-    direction, module = (FORWARD, "") if "loss" in bad else (BACKWARD, gradient.rpartition(".")[0])
+    place = next((output for output in bad if output != "loss"), "")
+    direction = BACKWARD if "loss" not in bad and any(output not in step.buffers for output in bad) else FORWARD
+    module = "" if "loss" in bad else place.rpartition(".")[0]
     return Finding(NOT_FINITE, direction, module, name, detail=f"{shortened(bad, 3)}: no torch operator made it so")
 
 
@@ -230,7 +271,7 @@ def _at_first_scale(step: Step, as_run: FormatTrial, budget: Budget) -> tuple[Fi
     replay = as_run.replay(step, as_run.scales[0])
     finding = budget.run("cause", partial(find_origin, replay, as_run.name), always=True)
     if finding is None and (bad := replay.run().nonfinite):
-        finding = _unlocated(replace(as_run, status=BREAKS, nonfinite=tuple(bad)), as_run.name)
+        finding = _unlocated(step, replace(as_run, status=BREAKS, nonfinite=tuple(bad)), as_run.name)
     return (finding,) if finding is not None else ()
 
 

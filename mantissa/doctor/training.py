@@ -17,7 +17,7 @@ from mantissa.doctor.data import rounded_away
 from mantissa.doctor.dtypes import NO_CAST, casts_in_update
 from mantissa.doctor.explosion import explosion, losses_of
 from mantissa.doctor.finding import DIVERGENCE, INPUT, LOST, UPDATE, Cure, Examined, Finding
-from mantissa.doctor.limits import HARM
+from mantissa.doctor.limits import HARM, WRONG_LOSS
 from mantissa.formats import FP32, Format, plain
 from mantissa.step.step import Batch, Replay, Step
 from mantissa.step.trace import FORWARD
@@ -74,8 +74,8 @@ def _judged(standard: Standard, step: Step) -> Examined:
     if first is None and not worse:
         return Examined()
 
-    # A first loss that is off, while gradients are right and the model learns, does no harm.
-    if first == 0 and not worse:
+    # A first loss that is off by little, while gradients are right and the model learns, does no harm.
+    if first == 0 and not worse and ((losses - middle).abs() < WRONG_LOSS * middle.abs())[0]:
         low, wide = (
             torch.cat([gradient.flatten() for gradient in side.true_gradients().values()][:-1])  # without the loss
             for side in (step.as_run(), step.exact())

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.overrides import TorchFunctionMode
@@ -17,6 +18,8 @@ from mantissa.tensors import tensors
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 GROUPS = ("special", "linalg", "fft")
 """Modules of torch whose name torch puts before those of their functions."""
+HOLDERS = (F, torch, Tensor, *(getattr(torch, group) for group in GROUPS))
+"""Where torch has the operators that can be named."""
 
 
 class OperatorPolicy(TorchFunctionMode):
@@ -67,6 +70,13 @@ class OperatorPolicy(TorchFunctionMode):
 def fp32_ops(names: Iterable[str], device_type: str = "") -> OperatorPolicy:
     """Return a context for forward and loss in which operators, such as ``softmax``, compute in fp32."""
     return OperatorPolicy(device_type, names, None)
+
+
+def is_operator(name: str) -> bool:
+    """Return whether torch has a function, or a method of tensors, of this name that does not work in place."""
+    found = [getattr(holder, name, None) for holder in HOLDERS]
+    public = not name.startswith("_") and not name.endswith("_")
+    return public and any(callable(each) and not isinstance(each, type) for each in found)
 
 
 def name_of(function: Any) -> str:

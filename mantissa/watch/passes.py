@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from mantissa.doctor.cause import all_ignored
 from mantissa.tensors import NotedState, numbers_in, tensors
 from mantissa.watch.meters import Measured
 
@@ -71,6 +72,18 @@ def loss_in(output: Any) -> Tensor | None:
     named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     scalars = [number for number in numbers_in(output) if number.ndim == 0]
     return named if isinstance(named, Tensor) else next(iter(scalars), None)
+
+
+def without_targets(batch: Any) -> str:
+    """Return what is said of a batch that has no targets, with the cure; empty: it has some."""
+    given = tensors(batch)
+    if any(map(all_ignored, given)):
+        none = "All targets of a batch are ones that losses leave out (-100)"
+    elif any(not tensor.numel() for tensor in given):
+        none = "A batch has a tensor without elements"
+    else:
+        return ""
+    return f"{none}, and a mean over nothing is 0/0: give each batch targets, or leave it out."
 
 
 def call(model: nn.Module, batch: Any) -> Tensor:

@@ -78,15 +78,22 @@ class FirstStep:
         self.calls: Counter[str] = Counter()
         self._scaled: dict[int, torch.Tensor] = {}
         """Norm of each gradient as backward left it, with the loss scale."""
+        self._added: dict[int, int] = {}
+        """Updates of the loss scale when something was added to the gradient of each weight last."""
+        self.mixes_scales = False
+        """Whether gradients of several loss scales were added up."""
 
         # What stands before the update.
         self.gradients: Counter[torch.dtype] = Counter()
         self.sparse: list[str] = []
         self.in_autocast = self.unscaled = False
+        """Whether the optimizer steps inside of an autocast that caches weights; whether gradients have no scale."""
         self.clipped_to = 0.0
         """Norm to which gradients were clipped while they had the loss scale; 0: they were not."""
         self.updates = 1
         """Number of times that the optimizer stepped before the step was said to be over."""
+        self.losses: set[torch.dtype] = set()
+        """Dtypes of its losses; empty: they are not known."""
 
         self._hooks = ExitStack()
         for name, module in model.named_modules() if hooked else ():
@@ -95,6 +102,7 @@ class FirstStep:
                 self._hooks.callback(module.register_forward_pre_hook(Listener(partial(self._called, name))).remove)
         scaled = [weight for weight in changed_by(optimizer) if weight.requires_grad and weight.is_leaf]
         for weight in scaled if hooked and scale.enabled else ():
+            self._hooks.callback(weight.register_hook(Listener(partial(self._accumulates, weight))).remove)
             self._hooks.callback(weight.register_post_accumulate_grad_hook(Listener(self._accumulated)).remove)
 
     @observing
@@ -103,6 +111,14 @@ class FirstStep:
         if torch._C._current_autograd_node() is None and torch.is_grad_enabled():  # not one that is recomputed
             self.autocast[name] = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
             self.calls[name] += 1
+
+    @observing
+    @torch.no_grad()
+    def _accumulates(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        before, now = self._added.get(id(parameter)), self.scale.updates
+        self._added[id(parameter)] = now
+        if before not in (None, now) and measurable(parameter.grad) and bool(parameter.grad.any()):  # and not cleared
+            self.mixes_scales = True
 
     @observing
     @torch.no_grad()
@@ -116,7 +132,8 @@ class FirstStep:
         given = [parameter for parameter in parameters if parameter.grad is not None]
         self.gradients = Counter(parameter.grad.dtype for parameter in given if parameter.grad is not None)
         self.sparse = [self.names.get(id(dense), "a master") for dense in given if not measurable(dense.grad)]
-        self.in_autocast = any(map(torch.is_autocast_enabled, {weight.device.type for weight in parameters}))
+        in_autocast = any(map(torch.is_autocast_enabled, {weight.device.type for weight in parameters}))
+        self.in_autocast = in_autocast and torch.is_autocast_cache_enabled()
         if self.scale.enabled:
             self.unscaled = self.scale.unscaled
             self._look_for_clipping([weight for weight in given if id(weight) in self._scaled])
@@ -280,6 +297,15 @@ def _autocast(first: FirstStep, format: Format | None) -> Aspect:
     return Aspect({"autocast": row}, differences)
 
 
+def _loss(first: FirstStep, format: Format | None) -> Aspect:
+    half = next((dtype for dtype in first.losses if dtype.itemsize == 2), None)
+    differences = []
+    if half is not None and not (format and format.half_weights):
+        rounds = f"The loss is {dtype_name(half)}, which rounds it by up to {torch.finfo(half).eps / 2:.1g} of its size"
+        differences.append(f"{rounds}: compute it in fp32, as from logits.float().")
+    return Aspect({"loss": _counted(first.losses)} if first.losses else {}, differences)
+
+
 def _loss_scale(first: FirstStep, format: Format | None) -> Aspect:
     scale = first.scale
     row = "dynamic" if scale.enabled else "none: the GradScaler is disabled" if scale.given else "none"
@@ -303,6 +329,9 @@ def _loss_scale(first: FirstStep, format: Format | None) -> Aspect:
     if scale.enabled and scale.tensor is None:
         unused = "The GradScaler was never used"
         differences.append(f"{unused}: call scaler.scale(loss).backward() and scaler.step(optimizer).")
+    elif first.mixes_scales:
+        mixed = "scaler.update() ran between two backward passes of one step, whose gradients have several scales"
+        differences.append(f"{mixed}: call it, and scaler.unscale_(optimizer), after the last of them.")
     elif scale.enabled and not first.unscaled and first.gradients:
         still = f"The gradients are still multiplied by {scale.read():g}"
         differences.append(f"{still}: call scaler.step(optimizer) instead of optimizer.step().")
@@ -449,7 +478,7 @@ def _trained(first: FirstStep, format: Format | None) -> Aspect:
 
 
 CHECKS: tuple[Callable[[FirstStep, Format | None], Aspect], ...] = (
-    *(_weights, _gradients, _optimizer_state, _autocast, _loss_scale),
+    *(_weights, _gradients, _optimizer_state, _autocast, _loss, _loss_scale),
     *(_fp32_arithmetic, _attention, _scaled_layers, _fsdp2, _trained),
 )
 """What is looked at, in the order in which it is shown."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -25,13 +26,13 @@ from mantissa.step.loop import Loss
 from mantissa.tensors import changed_by, finite, numbers_in
 from mantissa.watch.hooks import Listener, observing
 from mantissa.watch.meters import Measured, Meters, are_finite, side_by_side
-from mantissa.watch.passes import Pass, WatchedStep, call, loss_in, unwrapped
+from mantissa.watch.passes import Pass, WatchedStep, call, loss_in, unwrapped, without_targets
 from mantissa.watch.scale import LossScale
 from mantissa.watch.setup import FirstStep, Setup, policies, read_setup, refuses_to_unscale
 from mantissa.watch.snapshot import Snapshot
 
 SKIPS = 10
-"""Steps that a loss scaler skips one after another before that is a failure."""
+"""Steps that a loss scaler skips, of the last ``2 x SKIPS - 1``, before that is a failure."""
 
 
 class Watch:
@@ -117,7 +118,8 @@ class Watch:
         """Number of the last optimizer step."""
         self.skipped = 0
         """Number of steps that the loss scaler has skipped."""
-        self._skipped_in_a_row = 0
+        self._skips: deque[bool] = deque(maxlen=2 * SKIPS - 1)
+        """Of the last steps, whether each was skipped: most of them are where ``SKIPS`` are."""
         self.setup: Setup | None = None
         self.history: list[Measured] = []
         """Measurements of all metered steps."""
@@ -192,6 +194,7 @@ class Watch:
     @observing
     def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
+            self._scale.begin_pass()
             self._now.parts = "num_items_in_batch" in kwargs
             if self.number == 0 and torch.is_autocast_enabled(self._device.type):
                 self._first.autocast.setdefault("", torch.get_autocast_dtype(self._device.type))
@@ -318,7 +321,7 @@ class Watch:
         losses = now.losses if loss is None else [loss.detach() if isinstance(loss, Tensor) else torch.as_tensor(loss)]
         skipped = not now.updates if now.skipped is None else now.skipped
         scale = self._scale.tensor
-        flags = [now.sound is None or now.sound, self._finite(losses), skipped, 1.0 if scale is None else scale]
+        flags = [now.sound is None or now.sound, self._finite(losses), skipped, math.inf if scale is None else scale]
         now.flags = self._on_host(flags) if self._start.later else list(map(float, flags))
 
         # Its measurement; the hooks of the next one.
@@ -327,7 +330,7 @@ class Watch:
             read = self.meters.end(self.number, whole, self.skipped)
             now.read = read if now.updates else None
         if self.setup is None and now.updates:
-            self._first.updates = now.updates
+            self._first.updates, self._first.losses = now.updates, {number.dtype for number in losses}
             self._state_setup()
         if (self.number + 1) % self._every == 0:
             self.meters.begin()
@@ -361,16 +364,20 @@ class Watch:
         """Take in the outcome of a step."""
         gradients, loss, skipped, scale = step.flags if isinstance(step.flags, list) else step.flags.tolist()
         self.skipped += bool(skipped)
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        self._skips.append(bool(skipped))
         if step.read is not None:
             self.history.append(step.read())
             self._warn(self.history[-1])
         if not gradients and not skipped:
             self._fail("a gradient is not finite" if loss else "the loss is not finite", step)
-        elif self._skipped_in_a_row >= SKIPS and (scale <= 1 or not loss):  # else it comes down from a high scale
-            self._fail(f"the loss scaler skipped {self._skipped_in_a_row} steps in a row", step)
+        elif skipped and sum(self._skips) >= SKIPS and (scale <= 1 or not loss):  # else it comes down from a high one
+            self._fail(f"the loss scaler skipped {sum(self._skips)} of the last {len(self._skips)} steps", step)
+        elif not loss and skipped:
+            self._once("The loss is not finite, and its scaler skips the step: the training goes on.", step.number)
         elif not loss:
-            self._once("The loss is not finite, but the update is: the training goes on.")
+            empty = next(filter(None, (without_targets(kept.batch) for kept in step.passes)), "")
+            goes_on = "The loss is not finite, but the update is: the training goes on."
+            self._once(" ".join(filter(None, [goes_on, empty])), step.number)
 
     # What is told.
 
@@ -392,10 +399,10 @@ class Watch:
         """The 16-bit dtype of ``effective``; None: it has 32 bits."""
         return FORMATS[self.effective].half
 
-    def _once(self, text: str) -> None:
+    def _once(self, text: str, number: int | None = None) -> None:
         if text not in self._told:
             self._told.add(text)
-            self._say(f"step {self.number}: {text}")
+            self._say(f"step {self.number if number is None else number}: {text}")
 
     def _warn(self, measured: Measured) -> None:
         """Say what is harmful in a measurement, and was not said yet."""
@@ -424,8 +431,12 @@ class Watch:
             if step.event is not None:
                 step.event.synchronize()
             self._learn(step)
-        if self._watching and not self.number:
-            self._say("Watch saw no step of its optimizer: give it the one that the loop steps; call watch.step after.")
+        if self._watching and not self.number and self._now.updates:
+            steps = counted(self._now.updates, "step")
+            self._say(f"Watch saw {steps} of its optimizer, and no watch.step after: call it after each.")
+        elif self._watching and not self.number:
+            skips = "" if self._scale.given else ", and a scaler that skips steps"
+            self._say(f"Watch saw no step of its optimizer: give it the one that the loop steps{skips}.")
         self._remove()
 
     def _missed(self, error: Exception) -> None:

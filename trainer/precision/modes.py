@@ -13,8 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from mantissa.errors import FormatError
@@ -33,8 +32,6 @@ SILENT = {
     TF32: {"NVIDIA_TF32_OVERRIDE": {"0"}},
 }
 """Environment variables with which a format is another one, each with the values that make it so."""
-_HOLDERS = (F, torch, Tensor, *(getattr(torch, group) for group in operators.GROUPS))
-"""Where torch has the operators that options may name."""
 _PRODUCTS = ("linear", "addmm", "mm")  # of linear layers, and inside of scaled ones
 SCALINGS = ("tensorwise", "rowwise")
 """Of fp8: one scale for a tensor (fastest), or one for each row (more exact)."""
@@ -91,8 +88,9 @@ class Precision:
             UserError: torch has no such operator, or it is inside of the linear layers of a scaled format.
         """
         for name in self.fp32_ops or ():
-            if not _is_operator(name):
-                near = nearest(name, filter(_is_operator, (each for holder in _HOLDERS for each in dir(holder))))
+            if not operators.is_operator(name):
+                known = (each for holder in operators.HOLDERS for each in dir(holder))
+                near = nearest(name, filter(operators.is_operator, known))
                 raise UserError(f"precision.fp32_ops: torch has no operator {name!r} that returns a new tensor{near}")
             if self.format.number.scaled and name in _PRODUCTS:
                 others = [each for each in self.fp32_ops or () if each not in _PRODUCTS]
@@ -273,13 +271,6 @@ class Precision:
 
 def _has_torchao() -> bool:
     return find_spec("torchao") is not None and tuple(map(int, version("torchao").split(".")[:2])) >= (0, 18)
-
-
-def _is_operator(name: str) -> bool:
-    """Return whether torch has a function, or a method of tensors, of this name that does not work in place."""
-    found = [getattr(holder, name, None) for holder in _HOLDERS]
-    public = not name.startswith("_") and not name.endswith("_")
-    return public and any(callable(each) and not isinstance(each, type) for each in found)
 
 
 def allow_cudnn_attention(allowed: bool) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from trainer.errors import NonFiniteError
 from trainer.hardware import kind_of, peak_memory_bytes, reset_peak_memory
 from trainer.precision.scaler import Scaling
 from trainer.profiling.utilisation import Utilisation
+from trainer.recipe import UserRecipe
 from trainer.run.step_metrics import STEP_METRICS
 from trainer.trainer import StepRecord, Trainer
 
@@ -60,11 +62,16 @@ class Monitor:
     """Collects step records, turns those of a log interval into metrics, and ends a run that is no longer finite.
 
     Between log steps nothing here touches the device. Which metrics there are is a table, ``STEP_METRICS``.
+
+    Args:
+        trainer: whose steps they are.
+        warn: hears of the first loss that is not finite in a step whose update is.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, warn: Callable[[str], Any] = warnings.warn) -> None:
         config = trainer.config
         self.trainer = trainer
+        self._warn, self._warned = warn, False
         self.log_every = config.log_every
         self.unit = config.recipe.unit
         self.scaler = config.scaler
@@ -150,6 +157,9 @@ class Monitor:
             if skipped and (problem := self._problem({name: column[taken - 1] for name, column in columns.items()})):
                 break
         self._count(records[:taken], {name: column[:taken] for name, column in columns.items()})
+        pairs = zip(records[:taken], columns["loss"], columns["skipped_steps"], strict=False)
+        if spoilt := [record.step for record, loss, skipped in pairs if not (skipped or math.isfinite(loss))]:
+            self._warn_once(spoilt[0])
         if problem is not None:
             record = records[taken - 1]
             failure = {"step": record.step} | {name: columns[name][taken - 1] for name in _OF_FAILURE}
@@ -270,6 +280,16 @@ class Monitor:
                 "lower the learning rate or use precision=bf16"
             )
         return None
+
+    def _warn_once(self, step: int) -> None:
+        """Say that a step has trained though its loss is not finite."""
+        recipe = self.trainer.config.recipe
+        text = f"step {step}: the loss is not finite, but the update is: the training goes on"
+        if isinstance(recipe, UserRecipe) and recipe.targets is None:
+            text += "; a mean over no targets is NaN: count them with Recipe.of(targets=…), or leave such batches out"
+        if not self._warned:
+            self._warned = True
+            self._warn(text)
 
     def _not_finite(self, share: Tensor) -> list[int]:
         """Return the ranks whose own ``share`` of a step's loss is not finite; every rank has to ask."""

@@ -82,7 +82,7 @@ class Run:
         """Hash of the data, which must be the same on resume."""
 
         # What the steps leave behind.
-        self.monitor = Monitor(trainer)
+        self.monitor = Monitor(trainer, terminal.warn)
         self.table = Table(terminal, self.plan, self.monitor)
         self.writer = CheckpointWriter(
             config.checkpoint, folder.checkpoints, self.world, infinite_buffers(trainer.model)

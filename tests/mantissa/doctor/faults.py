@@ -556,6 +556,60 @@ def timed(own: Any, x: Tensor) -> Tensor:
     return z
 
 
+def lifted(own: Any, x: Tensor) -> Tensor:
+    """Return x, rounded as numbers near 100 are."""
+    large = x.float() + 100
+    large = large.bfloat16()
+    exact = large.float()
+    return exact - 100
+
+
+def tempered(own: Any, x: Tensor) -> Tensor:
+    """Return the rows' means by attention, of which the last rows are padding, at a learned temperature."""
+    padding = torch.where(torch.arange(16) < 12, 0.0, -math.inf)
+    scores = x @ x.T + padding
+    weights = (scores / own.heat).softmax(-1)
+    return weights @ x
+
+
+def squashed(own: Any, x: Tensor) -> Tensor:
+    """Return what is finite, whatever ``squashed`` returns."""
+    result: Tensor = own.squashed(1e4 * x)
+    return result
+
+
+def steep() -> nn.Module:
+    """Return a layer whose results fp16 does not hold, and what makes them numbers from -1 to 1."""
+    linear = nn.Linear(32, 32)
+    with torch.no_grad():
+        linear.weight.mul_(20)
+    return nn.Sequential(linear, Computes(lambda own, x: torch.tanh(x * 1e-5)))
+
+
+def added_up(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean of the squares, added up one by one in bf16."""
+    total = torch.zeros((), dtype=torch.bfloat16)
+    for square in (model(batch["x"]).float() - batch["y"]).square():
+        total = total + square.bfloat16()
+    return total.float() / len(batch["y"])
+
+
+class Choice(nn.Module):
+    """One of eight experts for each sample, by scores that are nearly equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.experts = nn.Parameter(1e-3 * torch.randn(32, 8)), nn.Parameter(torch.randn(8, 32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        likely = (x @ self.gate + 1).softmax(-1)
+        weights, chosen = likely.topk(1, -1)
+        results = torch.einsum("bd,edf->bef", x, self.experts)
+        result: Tensor = results.gather(1, chosen[..., None].expand(-1, -1, 32))
+        return (result * weights[..., None]).sum(1)
+
+
 def dice(model: nn.Module, batch: Batch) -> Tensor:
     """Sums of more than 65504, in the format of the model's output."""
     p = torch.sigmoid(model(batch["x"][:, :1]).expand(-1, 80_000))
@@ -807,13 +861,29 @@ FAULTS = {
         cure="fp32_ops(['mul'])",
     ),
     "a cast in a custom function overflows": Fault(
-        OVERFLOW, WHOLE, "fp32", lambda: Own(lambda own, x: Halved.apply(1e6 * x) / 1e12), line="x.half()"
+        OVERFLOW,
+        WHOLE,
+        "fp32",
+        lambda: Own(lambda own, x: Halved.apply(1e6 * x) / 1e12),
+        line="x.half()",
+        cure="no cast to 16 bits in this line",
+    ),
+    "an overflow that a tanh hides": Fault(
+        OVERFLOW, "squashed.0", "fp16", lambda: Own(squashed, squashed=steep()), optimizer=sgd(1e-2)
     ),
     "a cast in an fp32 run": Fault(
         DTYPE, WHOLE, "fp32", lambda: Own(lambda own, x: x.bfloat16().float()), line="x.bfloat16()"
     ),
     "the gradient of a root at 0": Fault(
-        DOMAIN, WHOLE, "fp32", lambda: Own(lambda own, x: x + (0 * x).sqrt()), line="(0 * x).sqrt()"
+        DOMAIN, WHOLE, "fp32", lambda: Own(lambda own, x: x + (0 * x).sqrt()), line="(0 * x).sqrt()", cure="an eps"
+    ),
+    "a mask of -inf that is divided": Fault(
+        DOMAIN,
+        WHOLE,
+        "fp32",
+        lambda: Own(tempered, heat=nn.Parameter(torch.ones(()))),
+        line="own.heat",
+        cure="in the place of -inf",
     ),
     "a constant that does not fit": Fault(
         EXCEPTION,
@@ -829,6 +899,21 @@ FAULTS = {
         "bf16",
         lambda: Own(lambda own, x: torch.zeros(16, 32).index_add(0, torch.arange(16), x)),
         line="index_add",
+    ),
+    "features of another dtype than weights": Fault(
+        EXCEPTION,
+        "batch['x']",
+        "fp32",
+        batches=lambda: [batch | {"x": batch["x"].half()} for batch in regression()],
+        cure="batch['x'].to(torch.float32)",
+    ),
+    "features that the loss casts to another dtype than weights": Fault(
+        EXCEPTION,
+        "inner",
+        "fp32",
+        loss=lambda model, batch: F.mse_loss(model(batch["x"].half()), batch["y"]),
+        line="self.inner(x)",
+        cure="no cast to 16 bits in this line: ",
     ),
     "rounding without a straight-through estimator": Fault(
         BLOCKED, WHOLE, "bf16", lambda: Own(lambda own, x: torch.round(8 * x) / 8), line="torch.round"
@@ -987,7 +1072,7 @@ FAULTS = {
         cure="fp32_ops(['arange'])",
     ),
     "differences of long sums": Fault(
-        DIVERGENCE,
+        ERROR,
         WHOLE,
         "bf16",
         language,
@@ -1037,6 +1122,15 @@ FAULTS = {
     "a target that is too long": Fault(
         DOMAIN, WHOLE, "fp32", lambda: nn.Linear(8, 5), lambda: speech([11]), ctc, cure="leave out sample 11"
     ),
+    "targets that are all left out": Fault(
+        DOMAIN,
+        "batch['y']",
+        "fp32",
+        lambda: nn.Linear(8, 5),
+        lambda: [batch | {"y": torch.full((16,), -100)} for batch in regression()],
+        lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]),
+        cure="targets in batch['y']",
+    ),
     "a row of padding": Fault(DOMAIN, WHOLE, "fp16", Padded, sequences, masked, cure="leave out sample 5"),
     "a learned temperature": Fault(
         UNDERFLOW,
@@ -1052,6 +1146,19 @@ FAULTS = {
         lambda: Computes(timed, mix=nn.Linear(8, NARROW), out=nn.Linear(NARROW, 1)),
         lambda: regression(64),
         cure="no cast to 16 bits in this line",
+    ),
+    "a cast before the line that is wrong by it": Fault(
+        ERROR, WHOLE, "bf16", lambda: Own(lifted), line="- 100", cure="no cast to 16 bits in this line: "
+    ),
+    "a mean that is added up in 16 bits": Fault(
+        ERROR, WHOLE, "bf16", batches=lambda: regression(512), loss=added_up, line="total", cure="fp32_ops("
+    ),
+    "a choice between what is nearly equal": Fault(
+        ERROR,
+        "1",
+        "bf16",
+        lambda: nn.Sequential(nn.Linear(8, 32), Choice(), nn.Linear(32, 1), nn.Flatten(0)),
+        line="topk",
     ),
     "an operator that torch spells otherwise": Fault(
         OVERFLOW, WHOLE, "fp16", lambda: biased(3.0, nn.Linear(1, 1)), loss=dice, optimizer=sgd(1e-3), cure="['einsum']"

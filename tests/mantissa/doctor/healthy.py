@@ -87,6 +87,20 @@ class Capacity(nn.Module):
         return y
 
 
+class Masked(nn.Module):
+    """Attention to oneself and those before, with a mask that is infinite in fp16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(NARROW, NARROW) for _ in range(3))
+        self.hide = Computes(lambda own, scores: scores - 1e9 * own.later, later=torch.ones(64, 64).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.query(x) @ self.key(x).transpose(1, 2) / NARROW**0.5
+        result: Tensor = x + self.hide(scores).softmax(-1).to(x.dtype) @ self.value(x)
+        return result
+
+
 class Recomputed(nn.Module):
     """Layers with dropout whose activations are recomputed, and two linear layers around them."""
 
@@ -185,6 +199,9 @@ HEALTHY: dict[str, Healthy] = {
         ),
         rows_of(noise),
         of_output(mean_square),
+    ),
+    "a mask that fp16 does not hold": Healthy(
+        lambda: Net([Masked(), Masked()]), lambda: lines(64), precisions=("bf16", "fp16")
     ),
     # An order of nearly equal scores is rounded to another one.
     "a part of the rows": Healthy(lambda: Net([TopRows(0.25), Turning()]), lambda: lines(64)),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
+import mantissa
 from mantissa.doctor.cause import find_origin, locate
-from mantissa.doctor.finding import OVERFLOW
+from mantissa.doctor.finding import NOT_FINITE, OVERFLOW
 from mantissa.doctor.tape import Tape
 from mantissa.step.trace import FORWARD, Trace
-from tests.mantissa.doctor.faults import BATCH, WIDTH, around, large_ffn, step_of
+from tests.mantissa.doctor.faults import BATCH, WIDTH, around, error, large_ffn, regression, step_of
 
 
 def test_an_operator_is_found_with_its_place_and_its_way_to_the_loss() -> None:
@@ -44,6 +47,26 @@ def test_a_way_that_ends_in_a_buffer_names_it() -> None:
     finding = find_origin(step_of(Peak, "fp16").as_run(), "fp16")
     assert finding is not None
     assert (finding.kind, finding.op, finding.path[-1]) == (OVERFLOW, "aten.mul", "peak")
+
+
+class Outside(nn.Module):
+    """A linear layer, with a buffer that code outside of torch makes infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.numpy()[0] = math.inf
+        return self.layer(x).squeeze(-1)
+
+
+def test_a_buffer_that_no_operator_makes_infinite_is_one_of_the_forward_pass() -> None:
+    model = nn.Sequential(Outside())
+    report = mantissa.examine(model, error, regression(), "fp32", checks=["formats"], time_budget_s=600)
+    (finding,) = report.findings
+    assert (finding.kind, finding.direction, finding.module) == (NOT_FINITE, FORWARD, "0")
 
 
 def test_results_of_one_operator_are_in_its_order() -> None:

@@ -14,10 +14,13 @@ from torch import Tensor, nn
 
 import mantissa
 from mantissa.doctor.budget import Budget
+from mantissa.doctor.cures import operators_of
 from mantissa.doctor.diagnosis import diagnose
 from mantissa.doctor.examine import Report, take
+from mantissa.doctor.finding import OVERFLOW, Finding
 from mantissa.formats import FORMATS
 from mantissa.step.loop import LoopStep
+from mantissa.step.trace import FORWARD
 from tests.mantissa.doctor.faults import (
     NARROW,
     WIDTH,
@@ -201,6 +204,20 @@ class Demanding(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             assert x.dtype.itemsize == 2
         return x.float() * 1e-6
+
+
+@pytest.mark.parametrize(
+    ("operator", "names"),
+    [
+        ("aten.linalg_vector_norm", ["vector_norm"]),
+        ("aten._scaled_dot_product_flash_attention_for_cpu", ["scaled_dot_product_attention"]),
+        ("aten.nll_loss_forward", []),
+    ],
+)
+def test_an_operator_is_a_cure_by_a_name_that_torch_has(operator: str, names: list[str]) -> None:
+    step = step_of(lambda: around(nn.LayerNorm(WIDTH)), "fp16")
+    cures = operators_of(step, Finding(OVERFLOW, FORWARD, "", "fp16", operator))
+    assert [cure.step.fp32_ops for cure in cures] == ([names] if names else [])
 
 
 def test_a_cure_with_which_the_model_raises_is_none_and_others_are_tried() -> None:

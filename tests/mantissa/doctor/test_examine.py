@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import mantissa
 from mantissa import UsageError
 from mantissa.doctor.checks import COMPILES, HALF_WEIGHTS, TABLE
-from mantissa.doctor.diagnosis import HEALTHY
+from mantissa.doctor.diagnosis import HEALTHY, INCOMPLETE
 from mantissa.doctor.finding import DTYPE, ERROR, INPUT, LOST, MOMENT, OVERFLOW, RATE
 from mantissa.doctor.sweep import RAISES, FormatTrial
 from mantissa.formats import FORMATS
@@ -84,6 +84,44 @@ def test_columns_of_a_table_that_bf16_does_not_tell_apart_are_a_note() -> None:
     lost = "loses 100% of what varies in 2 columns (6, 7): subtract the mean before"
     assert report.diagnosis.notes == [f"rounding batch['x'] to bfloat16 {lost}"], str(report)
     assert report.verdict == HEALTHY
+
+
+def test_casts_that_make_a_loss_wrong_which_rounding_explains_are_a_note() -> None:
+    """A ratio of probabilities, whose logarithms are far larger than what they differ by."""
+    generator = torch.Generator().manual_seed(0)
+    bases = [-500 + 200 * torch.rand(64, generator=generator) for _ in range(4)]
+    batches = [{"x": torch.randn(64, 8), "base": base, "old": base - 0.1} for base in bases]
+
+    def loss(dtype: torch.dtype) -> Callable[[nn.Module, Batch], Tensor]:
+        def ratio(model: nn.Module, batch: Batch) -> Tensor:
+            new = (0.1 * model(batch["x"]) + batch["base"]).to(dtype)
+            return (new - batch["old"].to(dtype)).exp().float().mean()
+
+        return ratio
+
+    half, full = (
+        mantissa.examine(Own(), loss(dtype), batches, "bf16", checks=["modules"], time_budget_s=600).diagnosis
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert (half.verdict, full.verdict, full.notes) == (HEALTHY, HEALTHY, [])
+    assert "without the casts to 16 bits in" in half.notes[-1]
+    assert "new = (0.1 * model" in half.notes[-1]
+
+
+def test_a_module_that_cannot_be_examined_is_not_healthy() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            return self.layer(y) if y.dtype == torch.bfloat16 else self.layer(self.layer(x))
+
+    model = nn.Sequential(Twice(), nn.Linear(8, 1), nn.Flatten(0))
+    report = mantissa.examine(model, error, regression(), "bf16", checks=["modules"], time_budget_s=600)
+    assert (report.verdict, report.findings) == (INCOMPLETE, []), str(report)
+    assert "errors of " in report.diagnosis.budget.left_out[0]
 
 
 def test_weights_in_no_group_of_the_optimizer_are_named() -> None:

@@ -101,6 +101,11 @@ def inside(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
         optimizer.step()
 
 
+def inside_without_cache(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+    with torch.autocast("cpu", dtype=BF16, cache_enabled=False):
+        optimizer.step()
+
+
 def clipped(unscales: bool, largest: float = 1.0) -> Callable[[torch.optim.Optimizer, Any], None]:
     def step(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
         if unscales:
@@ -201,6 +206,7 @@ DIFFERENCES: list[Row] = [
         {"change": None},
     ),
     (("inside of autocast", "leave it before"), {"step": inside}, {"step": plain}),
+    (("inside of autocast", "whose cache"), {"step": inside}, {"step": inside_without_cache}),
     (("no loss scale", "use a GradScaler, and give it to Watch"), HALF | {"scale": None}, {"scale": 4096}),
     (("no loss scale",), HALF | {"enabled": False}, {"enabled": True}),
     (("no use with bfloat16", "leave it out"), {"autocast": BF16, "precision": "bf16", "scale": 1}, {"scale": None}),

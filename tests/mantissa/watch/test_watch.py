@@ -251,15 +251,28 @@ def test_a_replay_that_is_not_the_step_is_said_to_be_so_and_why(
 
 
 @pytest.mark.parametrize("options", [{}, {"keep_weights": True, "passes": 2}])
-def test_a_scaler_skips_a_loss_that_is_not_finite_and_only_ten_in_a_row_are_a_failure(
+def test_a_scaler_skips_a_loss_that_is_not_finite_and_only_ten_such_steps_are_a_failure(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     training = Training(BAD, autocast=torch.float16, folder=tmp_path, **options).train(BAD + 1)
-    assert f"step {BAD}: The loss is not finite, but the update is" in training.said[-1]
+    assert f"step {BAD}: The loss is not finite, and its scaler skips the step" in training.said[-1]
     assert training.watch.skipped == 1
     training.batch = lambda number: (torch.full((6, 4), -9.0), torch.zeros(6, dtype=torch.long))  # type: ignore[method-assign]
-    with pytest.raises(mantissa.NotFiniteError, match=r"step 18: the loss scaler skipped 10 steps in a row.*root"):
+    with pytest.raises(
+        mantissa.NotFiniteError, match=r"step 17: the loss scaler skipped 10 of the last 17 steps.*root"
+    ):
         training.train(20)
+
+
+def test_steps_of_which_a_few_are_not_skipped_are_a_failure_but_a_few_skipped_ones_are_not(tmp_path: Path) -> None:
+    training = Training(BAD, autocast=torch.float16, folder=tmp_path)
+    batch = training.batch
+    training.batch = lambda number: batch(0 if number % 3 else BAD)  # type: ignore[method-assign]
+    training.train(40)
+    assert training.watch.skipped == 13
+    training.batch = lambda number: batch(BAD if number % 5 else 0)  # type: ignore[method-assign]
+    with pytest.raises(mantissa.NotFiniteError, match=r"the loss scaler skipped 10 of the last 19 steps.*root"):
+        training.train(40)
 
 
 def test_ten_steps_that_a_scale_of_1_does_not_save_are_a_failure(tmp_path: Path) -> None:
@@ -267,8 +280,64 @@ def test_ten_steps_that_a_scale_of_1_does_not_save_are_a_failure(tmp_path: Path)
     nn.init.zeros_(training.net.norm.weight)
     nn.init.zeros_(training.net.norm.bias)  # so that root gets the 0 of the batch, and returns an infinite gradient
     training.batch = lambda number: (torch.eye(6, 4), torch.zeros(6, dtype=torch.long))  # type: ignore[method-assign]
-    with pytest.raises(mantissa.NotFiniteError, match=r"step 13: the loss scaler skipped 10 steps in a row.*root"):
+    with pytest.raises(
+        mantissa.NotFiniteError, match=r"step 13: the loss scaler skipped 10 of the last 13 steps.*root"
+    ):
         training.train(20)
+
+
+@pytest.mark.parametrize("options", [{}, {"loss": lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])}])
+def test_scales_that_are_mixed_in_one_step_are_named_and_its_steps_are_counted(options: dict[str, Any]) -> None:
+    training = Training(autocast=torch.float16, passes=2, **options)
+    batches = training.batch
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        if any(weight.grad is not None for weight in training.net.parameters()):
+            training.scaler.unscale_(training.optimizer)
+            training.scaler.update()
+        return batches(number)
+
+    training.batch = batch  # type: ignore[method-assign]
+    training.bad = 3
+    training.train(4)
+    assert "several scales" in training.said[0]
+    assert (training.watch.number, training.watch.skipped) == (4, 1)
+
+
+def test_scales_of_gradients_that_are_cleared_between_are_not_mixed() -> None:
+    training = Training(autocast=torch.float16)
+    training.called(*training.batch(1))[1].backward()  # such as of another network's loss
+    training.optimizer.zero_grad(set_to_none=False)
+    training.scaler.scale(torch.ones(()))
+    training.scaler.update(512.0)
+    training.train(2)
+    assert "several scales" not in training.said[0]
+
+
+def test_a_loss_of_16_bits_is_named() -> None:
+    training = Training()
+    loss = training.called(*training.batch(1))[1]
+    loss.backward()
+    training.optimizer.step()
+    training.watch.step(loss.bfloat16())
+    assert "DIFFERS: The loss is bfloat16" in training.said[0]
+
+
+def test_a_batch_without_targets_is_named_where_the_loss_is_not_finite() -> None:
+    training = Training().train(1)
+    training.batch = lambda number: (torch.rand(6, 4), torch.full((6,), -100))  # type: ignore[method-assign]
+    training.step(2)
+    assert "the training goes on. All targets of a batch are" in training.said[-1]
+
+
+@pytest.mark.parametrize(("steps", "words"), [(0, "saw no step of its optimizer"), (3, "saw 3 steps of its optimizer")])
+def test_a_loop_that_says_no_step_is_told_what_was_seen(steps: int, words: str) -> None:
+    training = Training()
+    for number in range(1, steps + 1):
+        training.called(*training.batch(number))[1].backward()
+        training.optimizer.step()
+    training.watch.close()
+    assert words in training.said[-1]
 
 
 def test_a_failure_is_a_warning_on_request_and_the_loop_goes_on(tmp_path: Path) -> None:

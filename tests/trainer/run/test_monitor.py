@@ -52,6 +52,14 @@ def record(step: int, loss: float = 1.0, skipped: bool = False, scale: float = 6
     return StepRecord(step, *tensors, lr=step / 1000, units=units)
 
 
+def test_a_loss_that_is_not_finite_is_named_once_where_the_step_is_not_skipped() -> None:
+    monitor = watch()
+    lines_of(monitor, [record(step, loss=math.nan, skipped=True) for step in (1, 2)])
+    with pytest.warns(UserWarning, match="^step 3: the loss is not finite, but the update is") as warned:
+        lines_of(monitor, [record(step, loss=math.nan if step > 2 else 1.0) for step in range(2, 9)])
+    assert len(warned) == 1
+
+
 def test_one_line_per_window_and_for_the_first_and_the_last_step() -> None:
     lines = lines_of(watch(last_step=10), [record(step, loss=float(step)) for step in range(1, 11)])
     assert [step for step, _ in lines] == [1, 4, 8, 10]
