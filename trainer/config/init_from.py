@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -123,7 +124,9 @@ def adopt(composed: DictConfig, typed: Collection[str], name: str) -> tuple[Init
     # The recipe opens it itself: a hub id, a folder of another library, published weights.
     if "pretrained" in composed.recipe and not _names_run(given):
         if is_kept(given):
-            raise UserError(f"init_from={given} holds no weights; use init_from={Path(given).parent / BEST}")
+            best = Path(given).parent / BEST
+            remedies = [f"init_from={shlex.quote(str(best))}"] if best.is_dir() else []
+            raise UserError(f"init_from={given} holds no weights; its run has them in {BEST}/", *remedies)
         return None, {"recipe.pretrained": given}
     # The run has begun already: what it started from is not needed again.
     if to_continue(composed.output_dir, name, resume):
@@ -142,7 +145,7 @@ def _of_run(source: InitFrom, given: str, composed: DictConfig, typed: Collectio
     cls: Any = OmegaConf.get_type(composed.recipe)
     recipe = source.config["recipe"]
     if recipe != cls.name:
-        raise UserError(f"init_from={given} is a run of recipe={recipe}, not of recipe={cls.name}; set recipe={recipe}")
+        raise UserError(f"init_from={given} is a run of recipe={recipe}, not of recipe={cls.name}", f"recipe={recipe}")
     taken: dict[str, Any] = {}
     options = [f"recipe.{option}" for option in (*cls.architecture, *cls.adjustable)]
     about = {f"recipe.{option}": value for option, value in source.about().items() if option in cls.adjustable}
@@ -179,7 +182,8 @@ def _tokenizer(source: InitFrom, given: str, composed: DictConfig, typed: Collec
         raise _contradicted(key, now, given, before)
     size = "data.vocab_size"
     if size in typed and composed.data.vocab_size != source.config.get(size):
-        raise UserError(f"{size}={composed.data.vocab_size} has no effect: {given} brings its tokenizer; leave it out")
+        wrong = f"{size}={composed.data.vocab_size}"
+        raise UserError(f"{wrong} has no effect: {given} brings its tokenizer", "", mistake=wrong)
     if before == "bytes":
         return {} if now == before else {key: before}
     if own.is_dir():
@@ -191,4 +195,4 @@ def _tokenizer(source: InitFrom, given: str, composed: DictConfig, typed: Collec
 
 
 def _contradicted(key: str, now: Any, given: str, before: Any) -> UserError:
-    return UserError(f"{key}={now}, but the run init_from={given} has {key}={before}; leave it out")
+    return UserError(f"{key}={now}, but the run init_from={given} has {key}={before}", "", mistake=f"{key}={now}")

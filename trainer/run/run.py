@@ -17,6 +17,7 @@ from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
 from trainer.config.commands import doctor_command
+from trainer.config.registration import flatten
 from trainer.config.settle import Plan
 from trainer.data.contract import Batch, fingerprint
 from trainer.data.evaluation import Progress
@@ -337,7 +338,7 @@ class Run:
             self.monitor.stalled(self.writer.save(self.trainer.state_dict(), self._progress(), rank, run))
 
     def _progress(self) -> dict[str, Any]:
-        return {"monitor": self.monitor.state_dict(), "data": self.fingerprint}
+        return {"monitor": self.monitor.state_dict(), "data": self.fingerprint, "options": flatten(self.config)}
 
     # --- the ends ---
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +28,7 @@ from trainer.files import (
     RUN_FILE,
     SUMMARY_FILE,
     TOKENIZER,
+    command,
     read_object,
 )
 from trainer.terminal import work
@@ -422,8 +422,8 @@ class Follower(threading.Thread):
 
 def incomplete(missing: str, folder: Path) -> str:
     """Return what MLflow lacks of a run, and how to send it later."""
-    command = shlex.join(["python", "scripts/sync.py", str(folder)])
-    return f"MLflow upload incomplete ({missing}). Data is safe in {folder}; retry with: {command}"
+    retry = command("sync.py", [str(folder)])
+    return f"MLflow upload incomplete ({missing}). Data is safe in {folder}; retry with: {retry}"
 
 
 def bytes_read() -> int:
