@@ -11,7 +11,7 @@ import mantissa
 from trainer.config.command_line import as_typed, value_of
 from trainer.config.registration import key_of
 from trainer.errors import UserError, redacted
-from trainer.files import add_run_facts, run_facts
+from trainer.files import add_run_facts, read_object, run_facts
 from trainer.parallel.world import launched_processes
 from trainer.run_folder import PATHS, RunFolder
 
@@ -72,7 +72,11 @@ def anew(folder: RunFolder, weights: Path, typed: Sequence[str] = ()) -> list[st
     """
     if not run_facts(folder.path, "command"):
         return []
-    return [shlex.join(overrides_of(folder, [*typed, f"init_from={as_typed(str(weights))}"]))]
+    overrides = overrides_of(folder, [*typed, f"init_from={as_typed(str(weights))}"])
+    if "architectures" in read_object(weights / "config.json"):  # of transformers: it brings its size and tokenizer
+        brought = ("recipe.", "data.vocab_size", "data.tokenizer")
+        overrides = [each for each in overrides if not key_of(each).startswith(brought)]
+    return [shlex.join(overrides)]
 
 
 def of_another_version(folder: RunFolder, why: str) -> UserError:
