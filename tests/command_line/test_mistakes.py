@@ -250,6 +250,10 @@ compare PAIR | seed=3 | seed=3 has no effect: set for every run
 compare PAIR | parallel=ddp | -
 compare PAIR | steps=10 | leaves no steps to measure the speed: the steps up to log_every=10 are warm-up
 compare PAIR | batch_size=8,16 | use one arm per value
+compare PAIR | --seeds 5 | --seeds: options have no dashes; set seeds=5
+compare PAIR | --max_steps=40 | ; set steps=40
+doctor TINY | chekc=formats | ; set check=formats
+evaluate run=outputs/ended | optimizer.lr=1 | has no effect on a model that is trained; leave it out
 compare PAIR | optimzer=adamw | -
 compare PAIR | arm.typo=precison=bf16 | arm typo: precison is not a key of the config; did you mean 'precision'?
 compare TINY arms=fp32 | arm.fp32=precision=bf16 | the arm fp32 appears twice
