@@ -4,7 +4,6 @@ they open to.
 
 from __future__ import annotations
 
-import shlex
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from recipes.data.text.pretrained import opening
 from recipes.huggingface import RECIPES, load_whole
 from recipes.language import LanguageModel, LanguageRecipe
 from trainer.checkpoint.reader import fill
+from trainer.config.commands import resume_command
 from trainer.config.registration import groups
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
@@ -128,7 +128,6 @@ def _of_run(given: str, run: RunFolder) -> Exported:
         if recorded.get("checkpoint.enabled") is False:
             remedy = "it was trained with checkpoint=none, which keeps none: train it again without that option"
         else:
-            command = shlex.join(["python", "scripts/train.py", f"resume={run.path}"])
-            remedy = f"it has not ended; finish it with:\n  {command}"
+            remedy = f"it has not ended; finish it with:\n  {resume_command(run.path)}"
         raise UserError(f"run={given} has no weights in {best}: {remedy}")
     return Exported(given, best, config, run, str(recorded.get("recipe")))

@@ -16,4 +16,4 @@ import sys
 from trainer.config.options import run
 
 if __name__ == "__main__":
-    sys.exit(run("evidence.claims.reproduce:main", __doc__, continues=True))
+    sys.exit(run("evidence.claims.reproduce:main", __doc__, continues=True, bare=True))

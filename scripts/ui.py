@@ -22,4 +22,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, __doc__))
+    sys.exit(run(main, __doc__, bare=True))

@@ -6,6 +6,7 @@ global generators.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from os import PathLike, fspath
@@ -62,7 +63,9 @@ def compose(*given: Config | Recipe | str, **options: Any) -> Config:
     if len(objects) > 1 or not isinstance(objects[0], Recipe):
         raise UserError('give options, as "key=value" or keywords, with one recipe at most; or a config alone')
     if doubled := [each for each in typed if overrides.key_of(each).partition(".")[0] == "recipe"]:
-        raise UserError(f"{doubled[0]} has no effect on a recipe that is given as an object; leave it out")
+        raise UserError(
+            f"{doubled[0]} has no effect on a recipe that is an object", "", mistake=shlex.quote(doubled[0])
+        )
     return overrides.compose([f"recipe={UserRecipe.name}", *typed], recipe=objects[0])
 
 

@@ -132,7 +132,8 @@ def check_choice(key: str, value: str, choices: Iterable[str]) -> None:
     """Raise UserError where an option is none of its choices."""
     names = list(choices)
     if value not in names:
-        raise UserError(f"{key}={value} is unknown; use {key}={'|'.join(names)}{nearest(value, names)}")
+        near = most_like(value, names)
+        raise UserError(f"{key}={value} is unknown ({', '.join(names)})", *([f"{key}={near}"] if near else []))
 
 
 def check_folder_name(key: str, name: str) -> None:
@@ -159,11 +160,16 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0][:300] if text else type(error).__name__
 
 
-def nearest(typed: str, valid: Iterable[str], prefix: str = "") -> str:
-    """Return ``"; did you mean 'bf16'?"`` or an empty string if none is similar; ``prefix`` is shown, not compared."""
-    names = list(valid)
-    lowered = {name.lower(): name for name in reversed(names)}
+def most_like(typed: str, valid: Iterable[str]) -> str:
+    """Return the name that is most like what was typed; empty: none is similar."""
+    lowered = {name.lower(): name for name in reversed(list(valid))}
     near = difflib.get_close_matches(typed.lower(), list(lowered), n=1, cutoff=0.55)
     if not near:
         near = [name for name in lowered if sorted(name) == sorted(typed.lower())][:1]  # letters in another order
-    return f"; did you mean {prefix + lowered[near[0]]!r}?" if near else ""
+    return lowered[near[0]] if near else ""
+
+
+def nearest(typed: str, valid: Iterable[str], prefix: str = "") -> str:
+    """Return ``"; did you mean 'bf16'?"`` or an empty string if none is similar; ``prefix`` is shown, not compared."""
+    near = most_like(typed, valid)
+    return f"; did you mean {prefix + near!r}?" if near else ""

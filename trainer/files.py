@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,12 @@ SAME = "same"
 """``resume=same``: the run of this name with the same options; a new one where there is none. Sweeps do so."""
 NO_FOLDER = (None, "auto", SAME)
 """Values of ``resume`` that name no folder: the run has to be found, if there is one."""
+
+
+def command(script: str, overrides: Sequence[str] = (), launcher: Sequence[str] = ("python",)) -> str:
+    """Return the line of a shell that calls one of ``scripts/`` from the current folder."""
+    folder = PROJECT / "scripts"
+    return shlex.join([*launcher, min(os.path.relpath(folder / script), str(folder / script), key=len), *overrides])
 
 
 def default_name(recipe: str, precision: str, seed: int) -> str:

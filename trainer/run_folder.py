@@ -117,7 +117,7 @@ class RunFolder:
         except (OSError, ValueError) as error:
             recorded, remedy = {}, "restore it"
             if (self.path / BEST / "config.json").is_file():  # which needs none of the run
-                remedy += f", or start a new run from the weights with init_from={self.path / BEST}"
+                remedy += f", or start a new run from the weights in {BEST}/, by init_from"
             if not isinstance(error, FileNotFoundError):
                 raise UserError(f"{self.path / CONFIG_FILE} cannot be read ({error}); {remedy}") from error
         if "precision.mode" not in recorded:
@@ -144,13 +144,6 @@ class RunFolder:
         """The version that wrote the record, in words."""
         number = run_facts(self.path, "written_by").get("mantissa")
         return f"version {number}" if number else "an earlier version"
-
-    def of_another_version(self, why: str) -> UserError:
-        """Return why it cannot be resumed by this version, and what to do."""
-        return UserError(
-            f"cannot resume {self.path}: it was written by {self.version}, whose options are not those of this code, "
-            f"version {mantissa.__version__} ({why}); start a new run from its weights with init_from={self.path}"
-        )
 
     def is_gone(self, key: str, recorded: Any) -> bool:
         """Return whether an option is the path of data that are no longer where they were when the run was started."""

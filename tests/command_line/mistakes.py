@@ -1,21 +1,23 @@
-"""Mistakes and their remedies: a row is a wrong command, words of its message, and what the message says to do.
+"""Mistakes and their remedies: a row is a wrong command, and words of its message.
 
-    what all commands of the row have | the mistake | words of its message, each before … | a remedy | another
+    what all commands of the row have | the mistake | words of its message, each before … ; "-": nothing
 
-"-" is nothing. Every remedy is typed in place of the mistake, and has to be accepted; a remedy that is "-" leaves the
-mistake out.
+Every remedy that the error holds is typed in place of the mistake, and has to be accepted.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
 
 from tests.command_line.conftest import Result
+from trainer.config import options
+from trainer.config.command_line import remedied
+from trainer.errors import UserError
 
 
 class Began(BaseException):
@@ -29,7 +31,6 @@ class Row:
     common: list[str]
     wrong: list[str]
     words: list[str]
-    remedies: list[list[str]]
 
 
 def begin(*_: object, **__: object) -> None:
@@ -45,38 +46,41 @@ def rows(table: str, **short: str) -> list[object]:
         whole = line
         for name, words in short.items():
             whole = re.sub(rf"\b{name}\b", words, whole)
-        common, wrong, words, *remedies = ("" if cell == "-" else cell for cell in whole.split(" | "))
-        row = Row(shlex.split(common), shlex.split(wrong), words.split(" … "), [shlex.split(each) for each in remedies])
+        common, wrong, words = ("" if cell == "-" else cell for cell in whole.split(" | "))
+        row = Row(shlex.split(common), shlex.split(wrong), words.split(" … "))
         found.append(pytest.param(row, id=line.replace(" | ", " ")[:60]))
     return found
 
 
-def key_of(word: str) -> str:
-    key = word.lstrip("+~-").removeprefix("space.").partition("=")[0]
-    return "arm" if key.startswith("arm.") else key
+def check(row: Row, run: Callable[[list[str]], Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the mistake, and then do each thing that its message says to do."""
+    held: list[UserError] = []
 
+    def with_accepted(error: UserError, arguments: Sequence[str]) -> UserError:
+        held.append(error)
+        return error  # what the program would not show is tried, too
 
-def is_named(word: str, wrong: list[str], said: str) -> bool:
-    """Whether a message names a word of its remedy: its key, or the value where the key had another one."""
-    key, value = key_of(word), word.partition("=")[2]
-    had = [other.partition("=")[2] for other in wrong if key_of(other) == key]
-    parts = {value, *re.split(r"[=\s,()\[\]]+", value)} - {""} if value and had and value not in had else {key}
-    return word in said or any(part in said for part in parts)
+    def report(error: UserError) -> int:
+        held.append(error)
+        return reported(error)
 
-
-def check(row: Row, run: Callable[[list[str]], Result]) -> None:
-    """Make the mistake, and then what its message says to do."""
-    refused = run([*row.common, *row.wrong])
+    reported = options.report
+    typed = [*row.common, *row.wrong]
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.run.command._with_accepted", with_accepted)
+        patch.setattr(options, "report", report)
+        refused = run(typed)
     said = refused.err.rpartition("error: ")[2]
     assert refused.code == 2, "no mistake"
     assert not (more := said.partition("\n")[2].strip()) or more.startswith("python ")  # a sentence, and a command
     assert "Traceback" not in refused.out + refused.err
     for words in row.words:
         assert words in said
-    for remedy in row.remedies:
-        assert all(is_named(word, row.wrong, said) for word in remedy if word not in row.wrong), (remedy, said)
-        accepted = run([*row.common, *remedy])
-        assert accepted.code == 0, accepted.err
+    script = typed[:1] if typed[0] in SCRIPTS else []
+    for remedy in getattr(held[-1], "remedies", ()):
+        mended = [*script, *remedied(typed[len(script) :], remedy, held[-1].mistake)]
+        accepted = run(mended)
+        assert accepted.code == 0, f"{said}{shlex.join(mended)}: {accepted.err}"
 
 
 SCRIPTS = {

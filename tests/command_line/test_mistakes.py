@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests import forks
 from tests.command_line.conftest import Result, Train, _command
 from tests.command_line.mistakes import Began, Row, begin, check, rows, up_to_the_work
 from tests.helpers import PROJECT
@@ -28,89 +29,147 @@ from trainer.run.signals import CLEARED
 BIGNET = "recipe=bignet recipe.layers=2 recipe.width=8 batch_size=4 data.samples=64 eval_samples=4 tracking=local"
 TRAIN = r"""
 # choices and keys
-- | precision=bf61 | precision=bf61 is not a choice; did you mean 'bf16'? (bf16, bf16_master, | precision=bf16
+- | precision=bf61 | precision=bf61 is not a choice (bf16, bf16_master, … ; set precision=bf16
 - | precision=null | precision=null is not a choice
-- | presicion=bf16 | presicion is not a key | precision=bf16
-- | recipe.sise=mini | did you mean 'recipe.size'? | recipe.size=mini
+- | presicion=bf16 | presicion is not a key
+- | recipe.sise=mini | ; set recipe.size=mini
 - | recipe=gpt2 recipe.n_layer=2 | recipe.n_layer is not a key of the config; recipe has size,
-- | recipe=resnet50 | there is no recipe/resnet50 … an architecture is recipe=resnet recipe.arch=…
-- | device=tpu | device=tpu is not a device (cpu, cuda | device=auto
-- | metrics=[f1_marco] | metrics=[f1_marco] is not one of accuracy, | metrics=[f1_macro]
+- | recipe=resnet50 | there is no recipe/resnet50 … ; set recipe=resnet recipe.arch=resnet50
+- | device=tpu | device=tpu is not a device (cpu, cuda
+- | metrics=[f1_marco] | metrics=[f1_marco] is not one of accuracy,
 - | +typo=1 | typo is not a key of the config … --cfg job
 - | early_stopping=3 | set one of its options: early_stopping.patience, early_stopping.min_
-recipe=bignet | clip=1.0 | - | clip=norm clip.max_norm=1.0
-recipe=bignet | loader=2 | - | loader.workers=2
-- | optimizer.betas=1 | - | optimizer.options.betas=1 optimizer=adamw
-- | lr=1e-3 | lr is not a key of the config; did you mean 'optimizer.lr=1e-3'? | optimizer.lr=1e-3
-recipe=bignet schedule=wsd | schedule.warmup=10 | - | schedule.warmup_steps=10
+recipe=bignet | clip=1.0 | -
+recipe=bignet | loader=2 | -
+- | optimizer.betas=1 | -
+- | lr=1e-3 | lr is not a key of the config; set optimizer.lr=1e-3
+recipe=bignet schedule=wsd | schedule.warmup=10 | -
 # options of another choice
-optimizer.options.momentum=0.9 | - | ; it belongs to optimizer=muon, optimizer=rmsprop, optimizer=sgd | optimizer=muon
-- | optimizer.options.amsgrad=true | - | +optimizer.options.amsgrad=true
-data.path=notes.txt | - | data.path is not an option of data=python_docs | data=text
-recipe=bignet clip.max_norm=1.0 | - | - | clip=norm
-recipe=bignet ema.decay=0.9 | - | - | ema=default
+- | optimizer.options.momentum=0.9 | ; set optimizer=muon optimizer.options.momentum=0.9 or
+- | optimizer.options.amsgrad=true | -
+- | data.path=notes.txt | data.path is not an option of data=python_docs; it belongs to data=imagefolder|text
+recipe=bignet | clip.max_norm=1.0 | clip=norm clip.max_norm=1.0, or leave
+recipe=bignet | ema.decay=0.9 | ema=default ema.decay=0.9
 # other trainers' words
-recipe=bignet | max_steps=10 | max_steps is not a key of the config; did you mean 'steps | steps=10
-recipe=bignet | momentum=0.9 | - | optimizer.options.momentum=0.9 optimizer=muon
-recipe=bignet | trainer.precision=bf16 | - | precision=bf16
-recipe=bignet | trainer.devices=2 | did you mean 'torchrun --nproc-per-node=…'?
-recipe=bignet | precision=16-mixed | did you mean 'fp16'?
-recipe=resnet | recipe.num_classes=2 | did you mean 'data=…, which has the classes'?
-recipe=bignet | --num_train_epochs 2 | - | epochs=2
-- | --steps=10 | --steps=10: write steps=10, without dashes | steps=10
+recipe=bignet | max_steps=10 | max_steps is not a key of the config; set steps=10
+recipe=bignet | momentum=0.9 | -
+recipe=bignet | trainer.precision=bf16 | -
+recipe=bignet | trainer.devices=2 | torchrun --nproc-per-node
+recipe=bignet | precision=16-mixed | ; set precision=fp16
+recipe=resnet | recipe.num_classes=2 | the data has the classes
+recipe=bignet | --num_train_epochs 2 | -
+- | --steps=10 | --steps=10: options have no dashes; set steps=10
+recipe=bignet | trainer.accelerator=cpu | ; set device=cpu
+recipe=bignet | +trainer.max_epochs=3 | ; set epochs=3
+recipe=bignet | model.lr=1 | ; set optimizer.lr=1
+recipe=bignet | use_amp=true | ; set precision=fp16
+recipe=bignet | amp=O1 | ; set precision=fp16
+recipe=bignet | opt_level=O2 | ; set precision=fp16
+recipe=bignet | opt_level=O0 | ; leave opt_level=O0 out
+recipe=bignet | half=true | ; set precision=fp16
+recipe=bignet | mixed_precision=bf16 | ; set precision=bf16
+recipe=bignet | mixed_precision=no | ; leave mixed_precision=no out
+recipe=bignet | dtype=float16 | ; set precision=fp16
+recipe=bignet | warmup_ratio=0.1 | counts steps, by default a twentieth … ; leave
+recipe=bignet | warmup_steps=0.1 | here it is schedule.warmup_steps
+recipe=bignet | --fsdp | here it is parallel (ddp, fsdp, single)
+recipe=bignet | --torch_compile | here it is compile (
+recipe=bignet | --report_to wandb | here it is tracking (local, mlflow)
+recipe=bignet | --report_to none | ; leave --report_to none out
+recipe=bignet | --fp16 | ; set precision=fp16
+recipe=bignet | --bf16 true | ; set precision=bf16
+recipe=bignet | --tf32 | -
+recipe=bignet | --deepspeed ds.json | leave --deepspeed ds.json out
+recipe=gpt2 | --gradient_checkpointing | ; set activation_checkpointing=blocks
+recipe=bignet | --max_grad_norm 1 | ; set clip=norm clip.max_norm=1
+recipe=bignet | --warmup_ratio 0.1 | ; leave
+recipe=bignet | --lr_scheduler_type cosine | ; set schedule=cosine
+recipe=bignet | --per_device_train_batch_size 4 | ; set batch_size=4
+recipe=bignet | --gradient_accumulation_steps 2 | batch_size is that of a step
+recipe=bignet | --seed 1 | ; set seed=1
+recipe=bignet | --output_dir x | ; set output_dir=x
+recipe=bignet | --resume_from_checkpoint x | resume continues a run
+recipe=bignet | --do_train | every run trains
+recipe=bignet | --model_name_or_path gpt2 | recipe chooses the model
+recipe=bignet | --dataset_name x | data chooses it
+recipe=bignet | --optim adamw_torch | ; set optimizer=adamw
+recipe=bignet | --weight_decay 0.1 | ; set optimizer.weight_decay=0.1
+recipe=bignet | --weight_decay off | here it is optimizer.weight_decay
+recipe=bignet | --logging_steps 5 | ; set log_every=5
+recipe=bignet | --save_steps 5 | ; set checkpoint.every=5
+recipe=bignet | --eval_strategy epoch | ; set eval_every=epoch
+recipe=bignet | --eval_strategy steps | here it is eval_every
+recipe=bignet | --dataloader_num_workers 2 | ; set loader.workers=2
+recipe=bignet | --max_steps 10 | ; set steps=10
+recipe=bignet | --max_steps ten | here it is steps
+recipe=bignet | --local_rank 0 | leave --local_rank 0 out
+recipe=bignet | eps=1e-6 | ; set +optimizer.options.eps=1e-6
+recipe=bignet | betas=1 | here it is optimizer.options.betas
+recipe=bignet | --device nothing | here it is device
 # Hydra's grammar and flags
-- | +data=synthetic | set it with data=…, without the + | data=synthetic
-recipe=bignet | +steps=2 | steps already has a value | steps=2
-recipe=bignet | ~clip | it cannot be removed; set clip=none|norm|value, or leave it out | - | clip=none
-recipe=bignet | ~steps | it cannot be removed; set steps=…, or leave it out | -
-clip=norm | ~clip.max_norm | ~clip.max_norm: an option cannot be removed | -
-recipe=gpt2,bignet | - | recipe=gpt2,bignet has several values; add -m | -m
-- | recipe=[gpt2,bignet] | - | -m recipe=gpt2,bignet
-- | optimizer.lr=0,001 | has several values | -m optimizer.lr=0,001 | optimizer.lr=0.001
+- | +data=synthetic | data already has a value; set data=synthetic
+recipe=bignet | +steps=2 | steps already has a value; set steps=2
+recipe=bignet | ~clip | an option cannot be removed; set clip=none, or leave it out
+recipe=bignet | ~steps | an option cannot be removed; leave it out
+clip=norm | ~clip.max_norm | ~clip.max_norm: an option cannot be removed; leave it out
+recipe=gpt2,bignet | - | recipe=gpt2,bignet has several values … ; set -m recipe=gpt2,bignet
+- | recipe=[gpt2,bignet] | -
+- | optimizer.lr=0,001 | ; set optimizer.lr=0.001 or -m optimizer.lr=0,001
 - | recipe=bignet data.samples = 64 | 'data.samples' is not an override; write key=value, without blanks
 - | steps | 'steps' is not an override; write key=value
 - | steps=${nothing} | 'nothing' not found
-- | -m seed=0,1 precision=bf16,bf61 | did you mean 'bf16'?
-- | -m steps=glob(*) | steps=glob(*): write the values, separated by commas
-- | --config-name=gpt2 | --config-name=gpt2 has no effect … experiment=
-- | --config-path here | --config-path has no effect
-- | --experimental-rerun=x | continue a run with resume=FOLDER
-- | --local-rank=0 | from torch.distributed.launch; use torchrun in its place
+- | -m seed=0,1 precision=fp32,bf61 | ; set precision=fp32,bf16
+- | -m steps=glob(*) | steps=glob(*): a sweep is of values, separated by commas
+recipe=bignet | seed=[0,1] | ; set -m seed=0,1
+recipe=bignet | seed=range(0,3) | ; set -m 'seed=range(0,3)'
+recipe=bignet | optimizer.lr=interval(1e-4,1e-2) | scripts/search.py … ; set -m optimizer.lr=0.0001,0.01
+recipe=bignet | -m optimizer.lr=interval(1e-4,1e-2) | ; set -m optimizer.lr=0.0001,0.01
+recipe=bignet | -m hydra/sweeper=optuna seed=0,1 | not installed; scripts/search.py
+recipe=bignet | -m hydra/launcher=joblib seed=0,1 | not installed; leave
+recipe=bignet | --config-name=gpt2 | --config-name=gpt2 has no effect … leave it out
+recipe=bignet | --config-path here | --config-path has no effect
+recipe=bignet | --experimental-rerun=x | resume continues a run
+recipe=bignet | --local-rank=0 | torchrun, which takes the place of torch.distributed.launch
 # types and ranges
-- | seed=4294967296 | seed=4294967296 must lie between 0 and 4294967295 | seed=0
+- | seed=4294967296 | seed=4294967296 must lie between 0 and 4294967295
 - | seed=null | seed=null must be a whole number
 - | steps=500% | steps=500% must be a whole number, or auto
-recipe=bignet | recipe.layers=2.5 | - | recipe.layers=2
-- | optimizer.lr=high | optimizer.lr=high must be a number | optimizer.lr=0.001
-- | optimizer.fused=auto | optimizer.fused=auto must be true or false | optimizer.fused=true
-precision=bf16 | precision.fp32_modules=lm_head | must be a list | precision.fp32_modules=[a,b]
-- | tags=[a] | tags=[a]: set +tags.NAME=VALUE
+recipe=bignet | recipe.layers=2.5 | -
+- | optimizer.lr=high | optimizer.lr=high must be a number
+- | optimizer.fused=auto | optimizer.fused=auto must be true or false
+precision=bf16 | precision.fp32_modules=lm_head | must be a list
+- | tags=[a] | tags=[a]: it has names, such as +tags.NAME=VALUE
 - | run_name=a/b | run_name=a/b … without a slash
-recipe=bignet | optimizer.groups={0:2.0} | - | 'optimizer.groups={0: {lr: 0.1}}'
+recipe=bignet | optimizer.groups={0:2.0} | -
 # options that exclude each other, or do not fit
-precision=fp16 | scaler=none | scaler=none with precision=fp16 | scaler=auto | scaler=none scaler.force=true
-recipe=bignet precision=bf16 | scaler=dynamic | - | scaler=auto | scaler=dynamic scaler.force=true
-recipe=bignet | precision=bf16_pure 'precision.fp32_modules=["*"]' | - | precision=fp32
-recipe=resnet | precision=mxfp8 | - | precision=bf16
-recipe=bignet | epochs=2 steps=10 | - | steps=10 | epochs=2
-recipe=bignet steps=10 | schedule.warmup_steps=20 | - | schedule.warmup_steps=auto
-recipe=bignet | checkpoint.best=los | - | checkpoint.best=valid/loss
-recipe=bignet | checkpoint=none checkpoint.save_on_signal=[USR1] | - | checkpoint=none
-recipe=bignet | checkpoint.save_on_signal=[KILL] | - | checkpoint.save_on_signal=[USR1]
-recipe=bignet | threads=0 | - | threads=1
-recipe=bignet | parallel=ddp | - | parallel=single
-recipe=bignet | device=cuda | - | device=cpu
-recipe=gpt2 data=text data.path=notes.txt | recipe.context=4096 | - | recipe.context=270
+precision=fp16 | scaler=none | scaler=none with precision=fp16
+recipe=bignet precision=bf16 | scaler=dynamic | -
+recipe=bignet | precision=bf16_pure 'precision.fp32_modules=["*"]' | -
+recipe=resnet | precision=mxfp8 | -
+recipe=bignet | epochs=2 steps=10 | -
+recipe=bignet steps=10 | schedule.warmup_steps=20 | -
+recipe=bignet | checkpoint.best=los | -
+recipe=bignet | checkpoint=none checkpoint.save_on_signal=[USR1] | -
+recipe=bignet | checkpoint.save_on_signal=[KILL] | -
+recipe=bignet | threads=0 | -
+recipe=bignet | parallel=ddp | -
+recipe=bignet | device=cuda | -
+recipe=gpt2 data=text data.path=notes.txt | recipe.context=4096 | -
 # data and files
-recipe=gpt2 | data=notes.txt | write data=text data.path=…, data=imagefolder data.path=… or data
-recipe=gpt2 | data=text 'data.path=mein Ordner ü' | data.path=mein Ordner ü: there is no such | data=python_docs
-recipe=gpt2 | data=text data.path=docs.jsonl | is a file of rows | data=hub data.name=docs.jsonl
-recipe=gpt2 data=hub data.name=docs.jsonl | data.text_column=text,b | in a column of its own | data.text_column=text
-recipe=gpt2 | data=hub data.name=LICENSE | - | data=text data.path=LICENSE
+recipe=gpt2 | data=notes.txt | text, imagefolder and hub take data of one's own
+recipe=gpt2 | data=text 'data.path=mein Ordner ü' | data.path=mein Ordner ü: there is no such
+recipe=gpt2 | data=text data.path=docs.jsonl | is a file of rows
+recipe=gpt2 data=hub data.name=docs.jsonl | data.text_column=text,b | in a column of its own
+recipe=gpt2 | data=hub data.name=LICENSE | -
+recipe=bignet | eval_every=0 | ; set eval_every=1000000 eval_samples=1
+recipe=bignet | early_stopping.patience=0 | ; set early_stopping.patience=1 or early_stopping.patience=null
+recipe=bignet | early_stopping.min_delta=0.1 | has no effect alone; set early_stopping.patience=5
+recipe=bignet | optimizer.state=fp33 | -
 # earlier runs, and where a run goes
 recipe=gpt2 data=text data.path=notes.txt | init_from=empty | init_from=empty cannot be opened as a gpt2
 - | resume=nowhere | resume=nowhere: there is no such folder … outputs/gpt2-bf16-s0
-- | resume=true | resume=true: write resume=auto, which continues the newest run of this name | resume=auto
+recipe=bignet | resume=True | ; set resume=auto
+- | resume=true | ; set resume=auto
 - | resume=notes.txt | resume=notes.txt: this is a file; give a run folder
 - | resume=runs | runs is not the folder of a run; give one, such as runs/mine
 - | resume=exported | exported is not the folder of a run
@@ -174,7 +233,7 @@ def test_a_mistake_leaves_nothing_and_its_remedy_is_accepted(
         opened[:] = opened[:1] or [False]
         return done
 
-    check(row, run)
+    check(row, run, monkeypatch)
 
 
 # --- the other scripts
@@ -182,64 +241,68 @@ def test_a_mistake_leaves_nothing_and_its_remedy_is_accepted(
 TINY = "recipe=bignet recipe.layers=2 recipe.width=16"
 SPACE = "space.optimizer.lr=tag(log,interval(1e-4,1e-2))"
 OTHERS = r"""
-compare TINY | arms=fp32,bf61 | arms: bf61 is not a precision | arms=fp32,bf16
-compare TINY | - | - | arms=fp32,bf16
-compare PAIR | seeds=1 | seeds=1 must be two or more different numbers from 0 to 999 | seeds=5
-compare PAIR | margin=0 | margin=0 must be a number above 0 | margin=0.3%
+compare TINY | arms=fp32,bf61 | arms: bf61 is not a precision
+compare TINY | - | -
+compare PAIR | seeds=1 | seeds=1 must be two or more different numbers from 0 to 999
+compare PAIR | margin=0 | margin=0 must be a number above 0
 compare PAIR | name=a/b | name=a/b must be the name of a folder
-compare PAIR | baseline=bf61 | is not among the arms (fp32, bf16) | baseline=bf16
-compare PAIR | seed=3 | seed=3 has no effect: set for every run | - | seeds=5
-compare PAIR | parallel=ddp | - | -
-compare PAIR | steps=10 | leaves no steps to measure the speed: the steps up to log_every=10 are warm-up | steps=40
-compare PAIR | batch_size=8,16 | use one arm per value | arm.8=batch_size=8 arm.16=batch_size=16
-compare PAIR | optimzer=adamw | - | optimizer=adamw
+compare PAIR | baseline=bf61 | is not among the arms (fp32, bf16)
+compare PAIR | seed=3 | seed=3 has no effect: set for every run
+compare PAIR | parallel=ddp | -
+compare PAIR | steps=10 | leaves no steps to measure the speed: the steps up to log_every=10 are warm-up
+compare PAIR | batch_size=8,16 | use one arm per value
+compare PAIR | --seeds 5 | --seeds: options have no dashes; set seeds=5
+compare PAIR | --max_steps=40 | ; set steps=40
+doctor TINY | chekc=formats | ; set check=formats
+evaluate run=outputs/ended | optimizer.lr=1 | has no effect on a model that is trained; leave it out
+compare PAIR | optimzer=adamw | -
 compare PAIR | arm.typo=precison=bf16 | arm typo: precison is not a key of the config; did you mean 'precision'?
-compare TINY arms=fp32 | arm.fp32=precision=bf16 | the arm fp32 appears twice | arm.fp32=precision=fp32
-compare TINY | arms=fp32 arm.same=precision=fp32 | is the same as the baseline | arms=fp32,fp32
-compare TINY arms=fp32 | arm.b=precision=bf16,fp16 | - | arm.bf16=precision=bf16 arm.fp16=precision=fp16
-compare TINY arms=fp32 | 'arm.b=batch_size=7 micro_batch_size=2' | - | 'arm.b=batch_size=7 micro_batch_size=1'
-advise TINY | time_budget=5 | time_budget=5 is not a duration | time_budget=90s
-advise TINY | resume=runs/mine | - | -
-advise TINY | debug=overfit | - | -
-advise TINY | precision=fp32,bf16 | has several values; advise.py chooses | precision=fp32 | -
-search TINY | - | there is nothing to search | SPACE
-search TINY | space.output_dir=choice(a,b) | output_dir is not an option of the training | SPACE
-search TINY SPACE | optimizer.lr=0.1 | optimizer.lr=0.1 sets what is searched | -
-search TINY SPACE | precision=fp32,bf16 | search them | space.precision=choice(fp32,bf16)
-search TINY SPACE | pruner=mean | - | pruner=median
-search TINY SPACE | trials=0 | - | trials=1
-search TINY SPACE | study=taken | - | study=NAME
-search TINY SPACE | resume=auto | resume=auto has no effect: the search sets it | -
-lr_range TINY | min=1 max=0.1 | must be learning rates above 0, min the lower one | min=1e-07 max=10
-lr_range TINY | steps=5 | - | steps=100
-lr_range TINY | schedule=cosine | has no effect: the test sets it itself | -
-lr_range TINY | parallel=ddp | parallel=ddp has no effect: each run has one process | -
-memory TINY precision=fp32,bf16 | -m | - | -
-max_batch TINY | memory_budget=8 | memory_budget=8 is not a size, such as 8GiB | memory_budget=device
-max_batch TINY | memory_budget=9999GiB | has free now | memory_budget=device
-max_batch TINY | micro_batch_size=8 | has no effect: it is what this command finds | -
-max_batch TINY | precision=fp32,bf16 | - | precision=fp32 | -
-doctor TINY | check=format | check=format is not a check | check=formats
-doctor TINY | check=islands | - | check=formats,islands
-doctor TINY | steps=3 step=4 | - | step=4 steps=4
-doctor TINY | outputs/ended | - | -
-doctor | nowhere | resume=nowhere: there is no such folder | outputs/ended
-doctor | runs | - | runs/mine
-reproduce | claim=bignet_memroy | claim=bignet_memroy is not a claim | claim=bignet_memory
-reproduce | claim=bignet_memory all=true | claim=… and all=true exclude each other | claim=bignet_memory
-reproduce | claim=bignet_memory steps=3 | a claim's file fixes all other options | claim=bignet_memory
+compare TINY arms=fp32 | arm.fp32=precision=bf16 | the arm fp32 appears twice
+compare TINY | arms=fp32 arm.same=precision=fp32 | is the same as the baseline
+compare TINY arms=fp32 | arm.b=precision=bf16,fp16 | -
+compare TINY arms=fp32 | 'arm.b=batch_size=7 micro_batch_size=2' | -
+advise TINY | time_budget=5 | time_budget=5 is not a duration
+advise TINY | resume=runs/mine | -
+advise TINY | debug=overfit | -
+advise TINY | precision=fp32,bf16 | has several values; advise.py chooses
+search TINY | - | there is nothing to search
+search TINY | space.output_dir=choice(a,b) | output_dir is not an option of the training
+search TINY SPACE | optimizer.lr=0.1 | optimizer.lr=0.1 sets what is searched
+search TINY SPACE | precision=fp32,bf16 | search them
+search TINY SPACE | pruner=mean | -
+search TINY SPACE | trials=0 | -
+search TINY SPACE | study=taken | -
+search TINY SPACE | resume=auto | resume=auto has no effect: the search sets it
+lr_range TINY | min=1 max=0.1 | must be learning rates above 0, min the lower one
+lr_range TINY | steps=5 | -
+lr_range TINY | schedule=cosine | has no effect: the test sets it itself
+lr_range TINY | parallel=ddp | parallel=ddp has no effect: each run has one process
+memory TINY precision=fp32,bf16 | -m | -
+max_batch TINY | memory_budget=8 | memory_budget=8 is not a size, such as 8GiB
+max_batch TINY | memory_budget=9999GiB | has free now
+max_batch TINY | micro_batch_size=8 | has no effect: it is what this command finds
+max_batch TINY | precision=fp32,bf16 | -
+doctor TINY | check=format | check=format is not a check
+doctor TINY | check=islands | -
+doctor TINY | steps=3 step=4 | -
+doctor TINY | outputs/ended | -
+doctor | nowhere | resume=nowhere: there is no such folder
+doctor | runs | -
+reproduce | claim=bignet_memroy | claim=bignet_memroy is not a claim
+reproduce | claim=bignet_memory all=true | claim=… and all=true exclude each other
+reproduce | claim=bignet_memory steps=3 | a claim's file fixes all other options
 reproduce | claim=shakespeare_cpu device=cpu | it needs data.path=…
-reproduce claim=bignet_memory | device=tpu | - | device=cpu
-evaluate | - | missing required option: run | run=outputs/ended
-evaluate | nowhere | run=nowhere: there is no such folder | outputs/ended
+reproduce claim=bignet_memory | device=tpu | -
+evaluate | - | missing required option: run
+evaluate | nowhere | run=nowhere: there is no such folder
 generate run=outputs/ended | - | missing required option: prompt
 predict run=outputs/ended | path=nowhere | there is no such file or folder; give a photo, or a folder of them
-sync | uri=runs.db | - | uri=sqlite:///runs.db
-sync | uri=folder | - | uri=sqlite:///folder.db
+sync | uri=runs.db | -
+sync | uri=folder | -
 sync | nowhere | nowhere is not a run folder
-sync | output_dir=nowhere | output_dir=nowhere: no such folder | -
-ui | uri=here.db | - | uri=sqlite:///here.db
-ui uri=sqlite:///here.db | port=70000 | - | port=5001
+sync | output_dir=nowhere | output_dir=nowhere: no such folder
+ui | uri=here.db | -
+ui uri=sqlite:///here.db | port=70000 | -
 """
 
 
@@ -270,7 +333,9 @@ def work(made: Path, folder: Path, script: Callable[..., Result], monkeypatch: p
 
 
 @pytest.mark.parametrize("row", rows(OTHERS, PAIR="TINY arms=fp32,bf16", TINY=TINY, SPACE=SPACE))
-def test_a_mistake_in_another_script(row: Row, work: Callable[[list[str]], Result], made: Path, folder: Path) -> None:
+def test_a_mistake_in_another_script(
+    row: Row, work: Callable[[list[str]], Result], made: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "study=taken" in row.wrong:
         assert work(shlex.split(f"search {TINY} {SPACE.replace('e-4', 'e-3')} study=taken")).code == 0
 
@@ -280,7 +345,7 @@ def test_a_mistake_in_another_script(row: Row, work: Callable[[list[str]], Resul
             shutil.copytree(made, folder, dirs_exist_ok=True)
         return work(words)
 
-    check(row, run)
+    check(row, run, monkeypatch)
 
 
 TINIER = "data=synthetic data.samples=64 recipe.size=nano batch_size=8 eval_samples=8 steps=2 profiler=none"
@@ -304,7 +369,7 @@ def test_a_command_that_a_message_prints_makes_the_first_one_end_well(
         Path("outputs/ended/tracking.json").unlink()
         printed = "resume=outputs/ended steps=8 tracking=mlflow"
     else:
-        (printed,) = re.findall(r"python scripts/train.py (.*)", refused.err)
+        (printed,) = re.findall(r"python \S*scripts/train.py (.*)", refused.err)
     done = train(*shlex.split(printed), *TINIER.split() * ("resume" not in printed))
     assert done.code == 0, done.err
     assert work(command.split()).code == 0
@@ -370,6 +435,35 @@ def test_a_precision_of_accelerate_launch_is_said_to_have_no_effect(
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
     done = succeed(*BIGNET.split(), "steps=2", "checkpoint=none")
     assert ("ACCELERATE_MIXED_PRECISION=bf16 has no effect; set precision=bf16" in done.out) == warned
+
+
+def test_several_mistakes_are_mended_together(train: Train) -> None:
+    typed = "--per_device_train_batch_size 4 --learning_rate 1e-4 --fp16 recipe=bignet max_step=10"
+    refused = train(*typed.split())
+    assert refused.code == 2
+    assert refused.err.endswith("; set batch_size=4 optimizer.lr=1e-4 precision=fp16 steps=10\n")
+
+
+def test_a_remedy_that_cannot_be_typed_here_is_not_shown(train: Train) -> None:
+    refused = train(*BIGNET.split(), "optimizer.options.beta=1")  # AdamW has betas
+    assert (refused.code, refused.err.endswith("optimizer.options.beta is not in the config\n")) == (2, True), (
+        refused.err
+    )
+
+
+def test_tags_have_names_with_dots(train: Train, folder: Path) -> None:
+    done = train(*BIGNET.split(), "steps=1", "tags.a.b=x, y", "+tags.a.c=1", "tags.team=t")
+    assert done.code == 0, done.err
+    tags = json.loads((folder / "outputs/bignet-fp32-s0/config.json").read_text())["tags"]
+    assert tags == {"a.b": "x, y", "a.c": "1", "team": "t"}
+
+
+@pytest.mark.parametrize("name", ["train", "doctor", "advise", "memory"])
+def test_without_arguments_a_program_prints_its_usage(name: str, folder: Path) -> None:
+    done = forks.run([sys.executable, PROJECT / f"scripts/{name}.py"], cwd=folder, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"python scripts/{name}.py " in done.stderr
+    assert everything(folder) == []
 
 
 # --- disks

@@ -217,3 +217,19 @@ def test_a_sweep_of_jobs_elsewhere_fails_with_its_launcher_and_their_table_follo
     assert f"what the jobs printed: {jobs}" in done.stdout
     again = train("-m", *options, "seed=0,1")
     assert again.out.count("already complete") == 2
+
+
+def test_a_value_that_is_named_twice_is_trained_once(succeed: Train, folder: Path) -> None:
+    done = succeed("-m", *SMALLEST, "seed=0,1,0", "steps=1", "tracking=local")
+    assert outputs(folder) == [NAMES[2], NAMES[3]]
+    assert "mean of 2" in done.out
+
+
+def test_a_sweep_in_a_yaml_file_is_refused_with_what_to_type(train: Train, folder: Path) -> None:
+    experiment = folder / "mine/conf/experiment/swept.yaml"
+    experiment.parent.mkdir(parents=True)
+    experiment.write_text("# @package _global_\nhydra:\n  sweeper:\n    params:\n      seed: 0,1\n")
+    for flag in ([], ["-m"]):
+        refused = train(*flag, *SMALLEST, "recipe_path=mine", "experiment=swept", "steps=1")
+        assert (refused.code, "remove it there, and type -m seed=0,1\n" in refused.err) == (2, True), refused.err
+    assert not (folder / "outputs").exists()

@@ -13,12 +13,12 @@ from trainer.errors import UserError
 
 ROWS = {
     # the last option is named, and these words
-    "gpt2 recipe.attention=flash": "recipe.attention=sdpa|eager",
+    "gpt2 recipe.attention=flash": "recipe.attention=flash is unknown (sdpa, eager)",
     "gpt2 recipe.context=long": "auto",
     "gpt2 recipe.chunked_loss=maybe": "true, false or auto",
     "gpt2 recipe.vocabulary_multiple=0": "at least 1",
     "gpt2 recipe.dropout=1": "below 1",
-    "gpt2 recipe.gelu=exact": "recipe.gelu=tanh|erf",
+    "gpt2 recipe.gelu=exact": "recipe.gelu=exact is unknown (tanh, erf)",
     "gpt2 init_from=gpt2 recipe.gelu=erf": "no effect with init_from",
     "llama recipe.layers=0": "at least 1",
     "llama recipe.heads=8 recipe.width=100": "use recipe.width=96",
@@ -37,7 +37,7 @@ ROWS = {
     "resnet recipe.label_smoothing=1": "below 1",
     "resnet recipe.class_weights=[1,2]": "10 classes",
     "resnet recipe.class_weights=equal": "balanced",
-    "resnet recipe.criterion=focal": "recipe.criterion=cross_entropy|bce",
+    "resnet recipe.criterion=focal": "recipe.criterion=focal is unknown (cross_entropy, bce)",
     "resnet recipe.bce_threshold=0.2": "recipe.criterion=bce",
     "resnet init_from=none/w.pth": "no such file",
     "resnet recipe.arch=timm/test_vit init_from=r160_in1k": "timm/test_vit.r160_in1k",
@@ -53,7 +53,7 @@ ROWS = {
     "gpt2 data=hub data.name=./nowhere": "no such file",
     "gpt2 data=hub data.name=rows.jsonl": "no such file",
     "gpt2 data=hub data.name=a/b/c": "no such file",
-    "gpt2 data=hub data.name=docs data.rows=line": "data.rows=auto|lines|documents",
+    "gpt2 data=hub data.name=docs data.rows=line": "data.rows=line is unknown (auto, lines, documents)",
     "resnet data=imagefolder": "missing required option: data.path",
     "resnet data=imagefolder data.path=nowhere": "no such file or folder; if it was moved, set data.path=",
     "resnet data=imagefolder data.path=docs data.test=nowhere": "no such file or folder",

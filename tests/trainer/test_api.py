@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -170,6 +171,13 @@ def test_a_given_model_is_trained_as_by_a_bare_loop(micro_batch_size: int) -> No
             (F.cross_entropy(model(x[part]), y[part]) / (BATCH // micro_batch_size)).backward()
         optimizer.step()
         optimizer.zero_grad()
+    assert same_bits(dict(run.model.state_dict()), dict(model.state_dict()))
+
+
+def test_the_line_that_loads_the_weights_of_a_given_model_does(capsys: pytest.CaptureFixture[str]) -> None:
+    run, model = train(own(), **OPTIONS), net()
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if "load_model(" in each)
+    exec(line, {"safetensors": safetensors, "model": model})
     assert same_bits(dict(run.model.state_dict()), dict(model.state_dict()))
 
 

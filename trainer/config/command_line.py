@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import logging
 import re
 import shlex
 from collections.abc import Sequence
@@ -14,33 +13,26 @@ from typing import Any
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, Sweep
+from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, Sweep
 from hydra.errors import HydraException
 
 from mantissa.names import format_name
 from trainer.config import external_recipes
-from trainer.config.explain import OTHER_NAMES, intended_key, types_of
+from trainer.config.explain import OTHER_GROUPS, OTHER_NAMES, has_value, known_options, meant, types_of
 from trainer.config.registration import CONF, choices, key_of
 from trainer.config.text import fraction, unquoted
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError, most_like
 
 _MULTIRUN = {"-m", "--multirun"}
 _WITHOUT_EFFECT = {
     **dict.fromkeys(("--config-name", "-cn", "--config-path", "-cp"), "there is one config; choose with experiment=…"),
-    "--experimental-rerun": "continue a run with resume=FOLDER",
+    "--experimental-rerun": "resume continues a run, whose folder it takes",
 }
 """Flags of Hydra's, and what to do instead."""
 _ELSEWHERE = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.job.chdir")
 """Where other programs of Hydra's write."""
-_OWN = {
-    "clip": "clip=norm clip.max_norm={0}",
-    "ema": "ema=default ema.decay={0}",
-    "loader": "loader.workers={0}",
-    "data": "data=text data.path=…, data=imagefolder data.path=… or data=hub data.name=…",
-}
-"""What to set where a number stands in the place of a choice, or data of one's own."""
-
-log = logging.getLogger("mantissa")
+_OWN = {"clip": "clip=norm clip.max_norm={0}", "ema": "ema=default ema.decay={0}", "loader": "loader.workers={0}"}
+"""What to set where a number stands in the place of a choice."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +43,8 @@ class CommandLine:
     """Flags first; paths with characters that the grammar has a meaning for are in quotes."""
     overrides: list[Override]
     """Those of the arguments that are no flags, parsed."""
+    notes: list[str]
+    """What was typed in vain."""
 
     @property
     def is_multirun(self) -> bool:
@@ -63,18 +57,20 @@ class CommandLine:
         swept = [override for override in self.overrides if self.is_multirun and override.is_sweep_override()]
         return list(dict.fromkeys(override.get_key_element().lstrip("+") for override in swept))
 
-    def check_single(self, remedy: str) -> None:
-        """Raise UserError where a key has several values; ``remedy`` says what to do."""
+    def check_single(self, otherwise: str = "") -> None:
+        """Raise UserError where a key has several values; ``otherwise`` says what to do where there is no ``-m``."""
         for override in self.overrides:
             if override.is_sweep_override():
                 line, key = str(override.input_line), override.key_or_group
                 if re.fullmatch(r"data\.\w+_column", key):
                     problem = f"{line}: one column is read; write several as one text, in a column of its own"
                     names = [f"{key}={unquoted(text)}" for text in override.sweep_string_iterator()]
-                    raise UserError(problem, *names, mistake=line)
+                    raise UserError(problem, *names, mistake=shlex.quote(line))
+                remedies = [] if otherwise else [f"-m {shlex.quote(line)}"]
                 if re.search(r"=\d+,\d+$", line) and types_of(key) & {"float", "float | None"}:
-                    remedy = f"write {line.replace(',', '.')}, or {remedy}"
-                raise UserError(f"{line} has several values; {remedy}")
+                    remedies.insert(0, line.replace(",", "."))
+                said = f"; {otherwise}" if otherwise else ", and -m runs one after the other"
+                raise UserError(f"{line} has several values{said}", *remedies, mistake=shlex.quote(line))
 
     def value(self, key: str, default: Any = None) -> Any:
         """Return the value of a key, or the default where it is not set or has several."""
@@ -95,11 +91,14 @@ def read(arguments: Sequence[str]) -> CommandLine:
     flags = get_args_parser()._option_string_actions
     readable: list[str] = []
     overrides: list[Override] = []
+    notes: list[str] = []
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
-        if argument.startswith("-") and argument.partition("=")[0] not in flags:
-            raise UserError(_without_dashes(argument, following))
-        if why := _WITHOUT_EFFECT.get(argument.partition("=")[0]):
-            raise UserError(f"{argument} has no effect: {why}")
+        flag, _, text = argument.partition("=")
+        if argument.startswith("-") and flag not in flags:
+            raise _without_dashes(argument, following)
+        if why := _WITHOUT_EFFECT.get(flag):
+            words = [argument] if text else [argument, following]
+            raise UserError(f"{argument} has no effect: {why}", "", mistake=shlex.join(words))
         is_value = "=" not in argument and readable[-1:] and readable[-1].startswith("-")
         if argument.startswith("-") or is_value:  # a flag, or its value
             readable.append(argument)
@@ -108,17 +107,19 @@ def read(arguments: Sequence[str]) -> CommandLine:
         if override is None:
             argument = _quoted_text(argument, override)
             override = _parsed(argument)
-        if override is not None and isinstance(override.value(), Glob):
-            raise UserError(f"{argument}: write the values, separated by commas")
+        if override is not None and isinstance(value := override.value(), Glob | IntervalSweep):
+            raise _no_values(override, value)
         if override is None or argument[:1] in ("=", "@"):
             raise UserError(f"{argument!r} is not an override; write key=value, without blanks, such as precision=bf16")
         if override.key_or_group in _ELSEWHERE:  # Hydra would make the folder
-            log.warning("%s has no effect on where runs go; set output_dir=… and run_name=…", argument)
+            notes.append(f"{argument} has no effect on where runs go; output_dir and run_name have")
             continue
         readable.append(argument)
         overrides.append(override)
     # argparse wants flags first
-    line = CommandLine(sorted(readable, key=lambda argument: argument not in _MULTIRUN), overrides)
+    line = CommandLine(sorted(readable, key=lambda argument: argument not in _MULTIRUN), overrides, notes)
+    _merge_dotted_tags(line)
+    _drop_repeats(line)
     external_recipes.use_folder(line.value("recipe_path"))
     for override in overrides:
         _check_names(override)
@@ -132,20 +133,62 @@ def read(arguments: Sequence[str]) -> CommandLine:
 
 def remedied(arguments: Sequence[str], remedy: str, mistake: str) -> list[str]:
     """Return a command line with a remedy of a ``UserError`` in the place of the mistake and of the same keys."""
-    typed = shlex.split(remedy)
-    keys = set(map(key_of, [*typed, *shlex.split(mistake)]))
-    return [*(each for each in arguments if key_of(each) not in keys), *typed]
+    typed, wrong = shlex.split(remedy), shlex.split(mistake)
+    keys = set(map(key_of, (*typed, *wrong))) - {""}
+    return [*(each for each in arguments if each not in wrong and key_of(each) not in keys), *typed]
 
 
-def _without_dashes(argument: str, following: str) -> str:
+def _without_dashes(argument: str, following: str) -> UserError:
     """Return what to write in the place of an option with dashes, whose value may be the next argument."""
     key, equals, typed = argument.partition("=")
-    if key in ("--local-rank", "--local_rank"):
-        return f"{argument} is from torch.distributed.launch; use torchrun in its place, with the same options"
     value = typed if equals else following if following[:1] != "-" and "=" not in following else ""
-    ours = intended_key(key.strip("-").replace("-", "_"))
-    ours += "" if "=" in ours else f"={value or '…'}"
-    return f"{argument}: write {ours}, without dashes"
+    words = [argument] if equals or not value else [argument, following]
+    name = key.strip("-").replace("-", "_")
+    problem = "options have no dashes" if name in known_options() else f"{name} is not a key of the config"
+    return meant(name, value, f"{argument}: {problem}", shlex.join(words))
+
+
+def _no_values(override: Override, value: Glob | IntervalSweep) -> UserError:
+    """Return what to write in the place of ``glob(*)`` or ``interval(0,1)``, which say which values there may be."""
+    key, line = override.key_or_group, str(override.input_line)
+    if isinstance(value, Glob):
+        return UserError(f"{line}: a sweep is of values, separated by commas", mistake=shlex.quote(line))
+    ends = f"-m {key}={value.start:g},{value.end:g}"
+    problem = f"{line} is an interval: scripts/search.py searches one that is given as space.{line}; a sweep has values"
+    return UserError(problem, ends, mistake=shlex.quote(line))
+
+
+def _merge_dotted_tags(line: CommandLine) -> None:
+    """Give Hydra tags with a dot in their names as one dictionary, where a dot is no level of the config."""
+    dotted = [
+        each for each in line.overrides if each.key_or_group.startswith("tags.") and each.key_or_group.count(".") > 1
+    ]
+    if not dotted:
+        return
+    tags = {each.key_or_group.removeprefix("tags."): str(each.input_line).partition("=")[2] for each in dotted}
+    for each in dotted:
+        line.arguments.remove(str(each.input_line))
+        line.overrides.remove(each)
+    text = ",".join(f"{name}:{_in_quotes(unquoted(value))}" for name, value in tags.items())
+    merged = _parsed(f"++tags={{{text}}}")
+    assert merged is not None
+    line.arguments.append(str(merged.input_line))
+    line.overrides.append(merged)
+
+
+def _drop_repeats(line: CommandLine) -> None:
+    """Train a value once that a sweep names twice."""
+    for number, override in enumerate(line.overrides):
+        value = override.value()
+        if not isinstance(value, ChoiceSweep):
+            continue
+        once = {str(each): text for each, text in zip(value.list, override.sweep_string_iterator(), strict=True)}
+        if len(once) < len(value.list):
+            typed = str(override.input_line)
+            text = f"{typed.partition('=')[0]}={','.join(once.values())}"
+            line.notes.append(f"{typed} has a value twice, which is trained once")
+            line.arguments[line.arguments.index(typed)] = text
+            line.overrides[number] = _parsed(text) or override
 
 
 def _quoted_text(argument: str, override: Override | None) -> str:
@@ -178,25 +221,28 @@ def _is_misread(override: Override) -> bool:
 def _check_names(override: Override) -> None:
     """Refuse a key that is nearly a group's name, and a choice that its group does not have."""
     key, groups = override.key_or_group, {path.name for path in CONF.iterdir() if path.is_dir()}
+    typed = str(override.input_line)
     if override.is_delete() and "." not in key:
-        raise UserError(f"~{key}: it cannot be removed; set {key}={'|'.join(choices(key)) or '…'}, or leave it out")
+        none = [f"{key}=none"] if "none" in choices(key) else []
+        raise UserError(f"{typed}: an option cannot be removed", *none, "", mistake=typed)
     if key not in groups:
-        head, _, rest = key.partition(".")
-        if head in ("trainer", "training", "train", "args"):  # as other trainers write
-            raise UserError(f"{key} is not a key of the config; did you mean {intended_key(rest)!r}?")
-        near = [] if head in (*groups, *OTHER_NAMES) else difflib.get_close_matches(head, groups, n=1, cutoff=0.75)
-        if near:
-            raise UserError(
-                f"{head} is not a key of the config; did you mean {near[0]!r}?; --cfg job shows all of them"
-            )
+        head, dot, _ = key.partition(".")
+        if dot and head in OTHER_GROUPS and head not in groups:
+            raise meant(key, typed.partition("=")[2], f"{key} is not a key of the config", shlex.quote(typed))
+        near = [] if head in OTHER_NAMES else difflib.get_close_matches(head, groups, n=1, cutoff=0.75)
+        if near and head not in groups:
+            value = typed.partition("=")[2]
+            rest = key.removeprefix(head)
+            remedies = [f"{near[0]}{rest}={value}"] if rest or value in choices(near[0]) else []
+            problem = f"{head} is not a key of the config; did you mean {near[0]!r}?"
+            raise UserError(f"{problem}; --cfg job shows all of them", *remedies, mistake=shlex.quote(typed))
         return
     if override.is_add():
-        raise UserError(f"{key} already has a value; set it with {key}=…, without the +")
+        raise has_value(key, typed.lstrip("+"))
     known, value = choices(key), override.value()
     if isinstance(value, list) and key != "experiment":  # of which Hydra takes several
-        raise UserError(
-            f"{override.input_line}: a run has one {key}; to run one after the other, add -m and no brackets"
-        )
+        several = f"-m {key}={','.join(map(str, value))}"
+        raise UserError(f"{typed}: a run has one {key}; -m runs one after the other", several, mistake=typed)
     if isinstance(value, ChoiceSweep):
         chosen = [unquoted(text) for text in override.sweep_string_iterator()]
     elif isinstance(value, Sweep):
@@ -205,11 +251,16 @@ def _check_names(override: Override) -> None:
         chosen = [*map(str, value)] if isinstance(value, list) else ["null" if value is None else str(value)]
     for name in chosen:
         if name not in known and not (key == "recipe" and _may_be_a_class(name)):
-            is_near = fraction(name) is None if key != "data" else difflib.get_close_matches(name, known, cutoff=0.75)
-            if key in _OWN and not is_near:
-                raise UserError(f"{key}={name} is not a choice ({', '.join(known)}): write {_OWN[key].format(name)}")
-            meant = format_name(name) if key == "precision" else name
-            raise UserError(f"{key}={name} is not a choice{nearest(meant, known)} ({', '.join(known)})")
+            meaning = format_name(name) if key == "precision" else name
+            best, problem = most_like(meaning, known), f"{key}={name} is not a choice ({', '.join(known)})"
+            if key in _OWN and fraction(name) is not None:
+                raise UserError(problem, _OWN[key].format(name), mistake=shlex.quote(typed))
+            others = dict.fromkeys(best if each == name else each for each in chosen)  # of a sweep the others stay
+            remedy = f"{key}={','.join(others)}"
+            if key == "data" and not difflib.get_close_matches(name, known, cutoff=0.75):
+                best = ""
+                problem += "; text, imagefolder and hub take data of one's own, by data.path or data.name"
+            raise UserError(problem, *([remedy] if best else []), mistake=shlex.quote(typed))
 
 
 def _may_be_a_class(name: str) -> bool:

@@ -22,8 +22,9 @@ from trainer.config.command_line import CommandLine, read
 from trainer.config.explain import explained
 from trainer.config.registration import CONF, groups, register, root
 from trainer.config.registration import key_of as key_of
+from trainer.config.typed import anew, of_another_version
 from trainer.errors import UserError
-from trainer.files import NO_FOLDER
+from trainer.files import BEST, NO_FOLDER
 from trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:  # it takes torch, for which mistakes in the command line do not wait
@@ -57,11 +58,11 @@ def prepare(line: CommandLine, recorded: Mapping[str, Any] | None = None) -> Com
         UserError: ``resume`` names no run to continue, or the options are not those of this version.
     """
     if not line.is_multirun:
-        line.check_single("add -m to run one after the other")
+        line.check_single()
     # The record of the run that resume names.
     folder = _resumed(line)
     if folder is not None:
-        recorded = folder.options() | {"resume": str(folder.path)}
+        recorded = _options_of(folder) | {"resume": str(folder.path)}
         if line.value("epochs") is not None:  # in the place of the steps that epochs became
             del recorded["steps"]
     # The classes of the options, those of the user's own recipes among them.
@@ -74,7 +75,7 @@ def prepare(line: CommandLine, recorded: Mapping[str, Any] | None = None) -> Com
         except UserError as error:
             if folder is None:
                 raise
-            raise folder.of_another_version(str(error)) from error
+            raise of_another_version(folder, str(error)) from error
     # The folders of the user's own choices.
     arguments = list(line.arguments)
     if searched := external_recipes.config_folders():
@@ -84,14 +85,24 @@ def prepare(line: CommandLine, recorded: Mapping[str, Any] | None = None) -> Com
 
 def _resumed(line: CommandLine) -> RunFolder | None:
     """Return the run whose folder or address ``resume`` is; None: it is no folder, and the run is found by its name."""
-    if (resume := line.value("resume")) == "true":
-        raise UserError("resume=true: write resume=auto, which continues the newest run of this name, or a run folder")
+    if str(resume := line.value("resume")).lower() in ("true", "yes", "1", "last", "latest"):
+        problem = f"resume={resume}: resume takes a run folder, or auto, which continues the newest run of this name"
+        raise UserError(problem, "resume=auto", mistake=f"resume={resume}")
     if resume in NO_FOLDER:
         return None
     if line.is_multirun:
-        raise UserError(f"resume={resume} continues one run, but -m starts several; remove -m")
+        raise UserError(f"resume={resume} continues one run, but -m starts several", "", mistake="-m --multirun")
     output_dir = str(line.value("output_dir", "outputs"))
     return RunFolder.open("resume", str(resume), output_dir, line.value("tracking.uri"))
+
+
+def _options_of(folder: RunFolder) -> dict[str, Any]:
+    """Return what a run has recorded, to compose on; where that is damaged, its exported weights are left."""
+    try:
+        return folder.options()
+    except UserError as error:
+        remedies = anew(folder, folder.path / BEST) if (folder.path / BEST / "config.json").is_file() else []
+        raise UserError(error.problem, *remedies, mistake="resume=") from error
 
 
 def _register(recorded: Mapping[str, Any]) -> None:
@@ -169,7 +180,12 @@ def _hydra() -> Iterator[None]:
 
 
 def accepts(arguments: Sequence[str]) -> bool:
-    """Return whether a command line of train.py can be read; once torch is imported, whether it can be composed, too.
+    """Return whether ``refusal`` is None."""
+    return refusal(arguments) is None
+
+
+def refusal(arguments: Sequence[str]) -> UserError | None:
+    """Return why a command line of train.py cannot be read or, once torch is imported, composed; None: it can.
 
     Of a sweep, its first run.
     """
@@ -178,9 +194,9 @@ def accepts(arguments: Sequence[str]) -> bool:
         if "torch" in sys.modules:
             given = [str(override.input_line) for override in line.overrides]
             compose(next(iter(combinations(given).values())) if line.is_multirun else given)
-    except UserError:
-        return False
-    return True
+    except UserError as error:
+        return error
+    return None
 
 
 def check_single(overrides: Sequence[str], remedy: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import Field, is_dataclass
 from typing import Any
 
@@ -12,9 +12,11 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
+from mantissa.names import format_name
 from trainer.config import registration as config
-from trainer.config.text import values_of
-from trainer.errors import UserError, nearest
+from trainer.config.text import fraction, values_of
+from trainer.errors import UserError, most_like
+from trainer.parallel.world import launched_processes
 
 
 @contextmanager
@@ -23,39 +25,65 @@ def explained(where: str = "") -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(f"{where}{_sentence(error)}") from error
+        raise _explained(error, where) from error
 
 
-def _sentence(error: BaseException) -> str:
-    """Return what was wrong with the command line, or with a YAML file it composes."""
+def _explained(error: BaseException, where: str) -> UserError:
+    """Return what was wrong with the command line, or with a YAML file it composes, and what to type instead."""
     chain: list[Any] = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     cause, text = chain[-1], "\n".join(map(str, chain))
-    if isinstance(cause, MissingConfigException) and cause.missing_cfg_file and cause.options:  # named by a YAML file
-        options = [name for name in cause.options if not name.endswith("_schema")]
-        arch = "; an architecture is recipe=resnet recipe.arch=…" * cause.missing_cfg_file.startswith("recipe/resn")
-        return f"there is no {cause.missing_cfg_file} ({', '.join(options)}){arch}"
+    if isinstance(cause, MissingConfigException) and cause.missing_cfg_file and cause.options:
+        return _missing(cause.missing_cfg_file, [name for name in cause.options if not name.endswith("_schema")], where)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
+        key, offered = str(cause.full_key), re.search(r"append to your config use \+\S+?=(.*)", text)
         if not is_dataclass(cause.object_type):
-            others = _others_with(cause.full_key)
-            return f"{cause.full_key} is not in the config{others or f'; add it with +{cause.full_key}=…'}"
-        offered = re.search(r"append to your config use \+\S+?=(.*)", text)
-        return _unknown(cause.full_key, cause.object_type, offered[1] if offered else "")
+            problem, group = f"{where}{key} is not in the config", key.partition(".")[0]
+            value = offered[1] if offered else ""
+            owners = _files_with(group, key.partition(".")[2])
+            remedies = [f"{group}={owner} {key}={value}" for owner in owners] if value else []
+            return UserError(problem, *(remedies or [f"+{key}={value}"] * bool(value)), mistake=f"{key}={value}")
+        return _unknown(cause.full_key, cause.object_type, offered[1] if offered else "", where)
     override = re.search(r"Error merging override \+*(.*)", text)
     typed = override[1] if override else getattr(cause, "full_key", None) or ""
-    if own := [name for name in known_options() if name.startswith(f"{typed.partition('=')[0]}.")]:
-        return f"{typed}: set one of its options: {', '.join(own)}"
+    key, _, value = typed.partition("=")
+    if own := [name for name in known_options() if name.startswith(f"{key}.")]:
+        return UserError(f"{where}{typed}: set one of its options: {', '.join(own)}")
     first = str(cause).strip().partition("\n")[0]
     if there := re.search(r"An item is already at '(.*)'", first):
-        return f"{there[1]} already has a value; set it with {there[1]}=…, without the +"
+        added = re.search(r"remove \+ prefix: '(.*)'", text)
+        return has_value(there[1], added[1] if added else "")
     if "does not support deletion" in first:
-        return f"{typed}: an option cannot be removed; set another value, or leave it out for the default"
-    key = typed.partition("=")[0]
+        return UserError(f"{where}{typed}: an option cannot be removed", "", mistake=typed)
     kind = str(next((entry.type for entry in known_options().get(key, {}).values()), ""))
     if isinstance(cause, ValidationError | TypeError) and kind and "expected one of" not in first:
-        return f"{typed}{f': set +{key}.NAME=VALUE' if kind[:4] == 'dict' else f' must be {values_of(kind)}'}"
-    return f"{typed}: {first}" if typed else first
+        if kind[:4] == "dict":
+            return UserError(f"{where}{typed}: it has names, such as +{key}.NAME=VALUE")
+        several = [f"-m {key}={value.strip('[]')}"] if "," in value and "list" not in kind and override else []
+        return UserError(f"{where}{typed} must be {values_of(kind)}", *several, mistake=typed if several else "")
+    return UserError(f"{where}{typed}: {first}" if typed else f"{where}{first}")
+
+
+def has_value(key: str, typed: str) -> UserError:
+    """Return that a key needs no ``+``; ``typed`` is the override without it, empty where it is not known."""
+    return UserError(f"+{key}: {key} already has a value", *filter(None, [typed]), mistake=typed and f"+{typed}")
+
+
+def _missing(file: str, options: Sequence[str], where: str) -> UserError:
+    """Return that a config group has no such choice, which a YAML file or the command line names."""
+    group, _, name = file.rpartition("/")
+    problem, typed = f"{where}there is no {file} ({', '.join(options)})", f"{group}={name}"
+    if group.startswith("hydra/"):
+        more = "; scripts/search.py searches with Optuna" if group == "hydra/sweeper" else ""
+        return UserError(f"{where}{typed} is a plugin of Hydra's that is not installed{more}", "", mistake=typed)
+    if file.startswith("recipe/resn"):
+        return UserError(
+            f"{problem}; an architecture is an option of recipe=resnet",
+            f"recipe=resnet recipe.arch={name}",
+            mistake=typed,
+        )
+    return UserError(problem)
 
 
 def known_options() -> dict[str, dict[str, Field[Any]]]:
@@ -77,70 +105,190 @@ def known_options() -> dict[str, dict[str, Field[Any]]]:
     return known
 
 
-def _unknown(key: str, owner: Any, value: str) -> str:
-    """Return which choice of the group has this option, if any, or the nearest option."""
+def _unknown(key: str, owner: Any, value: str, where: str) -> UserError:
+    """Return which choice of the group has this option, if any, or which option is meant."""
     known, (group, _, option) = known_options(), key.partition(".")
     classes = config.groups().get(group, {})
+    typed = f"{key}={value}" if value else key
     if choices := known.get(key):
         here = next((choice for choice, cls in classes.items() if cls is owner), None)
         which = f"{group}={here}" if here else f"this {group}"
-        owners = ", ".join(f"{group}={name}" for name in sorted(choices))
-        return f"{key} is not an option of {which}; it belongs to {owners}"
-    better = intended_key(option if classes else key)
-    if classes and better == option:
-        options = [entry.name for entry in config.options(owner)]  # those that the choice has, else all
-        options = options or [name.partition(".")[2] for name in known if re.match(rf"{group}\.\w+$", name)]
-        near = nearest(option, options, f"{group}.") or f"; {group} has {', '.join(options)}"
-    elif better != key:
-        # Under the same name in a group the value is right, too; other trainers' names may want another one.
-        typed = f"={value}" if better.endswith(f".{key}") and value else ""
-        near = f"; did you mean '{better}{typed}'?{_others_with(better)}"
-    else:
-        near = nearest(key, [*(name for name in known if "." not in name), "experiment"])
-    return f"{key} is not a key of the config{near}; --cfg job shows all of them"
+        problem = f"{where}{key} is not an option of {which}"
+        if len(choices) > 3 or group == "data":  # whose path and name have to fit, too
+            return UserError(f"{problem}; it belongs to {group}={'|'.join(sorted(choices))}")
+        remedies = [f"{group}={name} {typed}" for name in sorted(choices) if name] if value else []
+        return UserError(problem, *remedies, "", mistake=typed)
+    if not classes or option in {**OTHER_NAMES, **NOT_HERE} or intended_key(option) != option:
+        return meant(option if classes else key, value, f"{where}{key} is not a key of the config", typed)
+    options = [entry.name for entry in config.options(owner)]  # those that the choice has, else all
+    options = options or [name.partition(".")[2] for name in known if re.match(rf"{group}\.\w+$", name)]
+    problem = f"{where}{key} is not a key of the config"
+    if near := most_like(option, options):
+        ours = f"{group}.{near}"
+        remedies = [f"{ours}={value}"] if value and _takes(ours, value) else []
+        return UserError(f"{problem}; did you mean {ours!r}?" if not remedies else problem, *remedies, mistake=typed)
+    return UserError(f"{problem}; {group} has {', '.join(options)}; --cfg job shows all of them")
 
 
-def _others_with(key: str) -> str:
-    """Return which choices of a group have an option that one class has, or YAML: ``optimizer.options.betas``."""
+def meant(key: str, value: str, problem: str, typed: str) -> UserError:
+    """Return what is known by another name: an option of a group, another trainer's name, or a similar one.
+
+    Args:
+        key: as typed, without dashes.
+        value: empty where there is none.
+        problem: how the sentence begins.
+        typed: the arguments.
+    """
+    head, dot, rest = key.partition(".")
+    name = rest if dot and head in OTHER_GROUPS else key
+    known = [*known_options(), "experiment"]
+    if name in NOT_HERE:
+        return UserError(f"{problem}: {NOT_HERE[name]}", "", mistake=typed)
+    if name in OTHER_NAMES and value.lower() in ("false", "no", "none", "off", "null", "o0"):
+        return UserError(problem, "", mistake=typed)
+    ours = intended_key(name)
+    if ours == name and name not in known:
+        ours = most_like(name, [each for each in known if "." not in each])
+        if not ours:
+            return UserError(f"{problem}; --cfg job shows all of them")
+    return _offered(problem, ours, value, typed)
+
+
+def _offered(problem: str, ours: str, value: str, typed: str) -> UserError:
+    """Return the error that offers a known key, with the value that was typed only where that is one of its own."""
+    remedies, key = overrides_with(ours, value), ours.partition("=")[0]
+    choices = config.choices(key)
+    takes = ", ".join(choices) if choices else " or ".join(sorted(map(values_of, types_of(key))))
+    about = "" if remedies else f"; here it is {key}{takes and f' ({takes})'}"
+    return UserError(f"{problem}{about}", *remedies, mistake=typed)
+
+
+def overrides_with(ours: str, value: str) -> list[str]:
+    """Return the overrides that set a known key to a value, or to the nearest choice; empty: it takes no such value.
+
+    Args:
+        ours: the key; or, with a value already, an override.
+        value: as typed.
+    """
+    key, _, meaning = ours.partition("=")
+    if choices := config.choices(key):
+        value = format_name(value) if key == "precision" else value
+        meaning = value if value in choices else meaning or most_like(value, choices)
+    elif not meaning and value and _takes(key, value):
+        meaning = value
+    if not meaning or not _works_here(key, meaning):
+        return []
     group, _, inner = key.partition(".")
+    owners = [name for name in known_options().get(key, ()) if name not in ("", group)] or _files_with(group, inner)
+    if "." in inner and not owners:  # of the optimizer's class
+        return [f"+{key}={meaning}"]
+    if not owners or len(owners) in (len(config.choices(group)), len(config.groups().get(group, ()))):
+        return [f"{key}={meaning}"]
+    return [f"{group}={owner} {key}={meaning}" for owner in owners]
+
+
+def _works_here(key: str, value: str) -> bool:
+    """Return whether the machine and the launcher have what an option asks for."""
+    if key == "device":
+        from trainer.hardware import detect  # it imports torch
+
+        with suppress(UserError):
+            return bool(detect(value))
+        return False
+    return (key != "parallel" or value == "single" or launched_processes() > 1) and (key, value) != (
+        "precision",
+        "tf32",
+    )
+
+
+def _takes(key: str, value: str) -> bool:
+    """Return whether a value is of a type that an option has, or, of one that only YAML files have, of that in one."""
+
+    def kind(text: str) -> str:
+        if re.fullmatch(r"[+-]?\d[\d_]*", text):
+            return "int"
+        return (
+            "bool"
+            if text.lower() in ("true", "false")
+            else "float"
+            if fraction(text.rstrip("%")) is not None
+            else "str"
+        )
+
+    found, given = types_of(key), kind(value)
+    if not found:
+        group, _, inner = key.partition(".")
+        if not _files_with(group, inner):
+            return True
+        samples = [OmegaConf.select(OmegaConf.load(file), inner) for file in config.yaml_files(group).values()]
+        found = {"list" if OmegaConf.is_list(each) else type(each).__name__ for each in samples if each is not None}
+    parts = {part for types in found for part in types.split(" | ")}
+    if parts >= {"int", "str"}:  # a number, or a word such as auto
+        return given == "int" or value in ("auto", "epoch")
+    if value[:1] == "[":
+        return any(part.startswith("list") for part in parts)
+    return given in parts or (given == "int" and "float" in parts) or (given != "bool" and "str" in parts)
+
+
+def _files_with(group: str, inner: str) -> list[str]:
+    """Return the choices whose YAML file has an option: those of ``optimizer.options.betas``."""
     files = sorted(config.yaml_files(group).items()) if inner.count(".") else ()
-    owners = [name for name in known_options().get(key, ()) if name not in ("", group)]
-    found = [name for name, file in files if OmegaConf.select(OmegaConf.load(file), inner) is not None]
-    found = owners if len(owners) == 1 else found
-    return f"; it belongs to {', '.join(f'{group}={name}' for name in found)}" if found else ""
+    return [name for name, file in files if OmegaConf.select(OmegaConf.load(file), inner) is not None]
 
 
+OTHER_GROUPS = ("trainer", "training", "train", "args", "model", "optim", "cfg")
+"""Where other trainers have options that are in no such group here."""
 OTHER_NAMES = {
     **dict.fromkeys(("learning_rate", "max_lr"), "optimizer.lr"),
     **dict.fromkeys(("wd", "decay"), "optimizer.weight_decay"),
-    **dict.fromkeys(("betas", "momentum", "eps", "nesterov"), "optimizer.options."),
-    **dict.fromkeys(("max_steps", "iterations", "iters", "max_iters", "num_steps", "total_steps"), "steps"),
+    **{name: f"optimizer.options.{name}" for name in ("betas", "momentum", "eps", "nesterov")},
+    **dict.fromkeys(("max_steps", "iterations", "max_iters", "num_steps", "total_steps"), "steps"),
     **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs"), "epochs"),
     **dict.fromkeys(("model", "network", "task"), "recipe"),
-    **dict.fromkeys(("amp", "dtype", "mixed_precision"), "precision"),
-    **{name: f"precision={name}" for name in ("fp16", "bf16", "tf32")},
+    **dict.fromkeys(("dtype", "mixed_precision"), "precision"),
+    **{name: f"precision={name}" for name in ("fp16", "bf16")},
+    **dict.fromkeys(("amp", "use_amp", "half", "opt_level", "amp_level"), "precision=fp16"),
     **dict.fromkeys(("grad_clip", "max_grad_norm", "clip_grad", "gradient_clip_val"), "clip.max_norm"),
-    **dict.fromkeys(("warmup", "warmup_iters", "num_warmup_steps", "warmup_ratio"), "schedule.warmup_steps"),
+    **dict.fromkeys(("warmup", "warmup_iters", "num_warmup_steps"), "schedule.warmup_steps"),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "scheduler"), "schedule"),
+    "optim": "optimizer",
     **dict.fromkeys(("gpu", "cuda", "accelerator"), "device"),
-    **dict.fromkeys(("devices", "gpus", "num_gpus", "num_processes"), "torchrun --nproc-per-node=…"),
     **dict.fromkeys(("num_workers", "n_workers", "dataloader_num_workers"), "loader.workers"),
-    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), "batch_size=… micro_batch_size=…"),
     **dict.fromkeys(("default_root_dir", "save_dir", "out_dir", "logging_dir"), "output_dir"),
-    **dict.fromkeys(("eval_steps", "eval_interval", "val_check_interval"), "eval_every"),
-    **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), "resume"),
-    "per_device_train_batch_size": "micro_batch_size",
-    **dict.fromkeys(("num_classes", "n_classes"), "data=…, which has the classes"),
+    **dict.fromkeys(("eval_steps", "eval_interval", "val_check_interval", "eval_strategy"), "eval_every"),
+    **dict.fromkeys(("per_device_train_batch_size", "train_batch_size"), "batch_size"),
     "gradient_checkpointing": "activation_checkpointing=blocks",
-    "strategy": "parallel",
+    **dict.fromkeys(("torch_compile", "compile_model"), "compile"),
+    **dict.fromkeys(("strategy", "fsdp", "ddp"), "parallel"),
+    "logging_steps": "log_every",
     "save_steps": "checkpoint.every",
     "seed_everything": "seed",
-    "logger": "tracking",
-    "callbacks": "early_stopping.patience=…",
+    **dict.fromkeys(("logger", "report_to"), "tracking"),
     "fast_dev_run": "debug=fast",
     "overfit_batches": "debug=overfit",
-    "limit_train_batches": "steps",
 }
-"""Other trainers' names of keys that the key here does not resemble; a final dot: the name is appended."""
+"""Other trainers' names of keys that the key here does not resemble, or what one of their flags does."""
+NOT_HERE = {
+    **dict.fromkeys(
+        ("devices", "gpus", "num_gpus", "num_processes"), "torchrun --nproc-per-node starts several processes"
+    ),
+    **dict.fromkeys(
+        ("local_rank", "local-rank"), "torchrun, which takes the place of torch.distributed.launch, sets it"
+    ),
+    **dict.fromkeys(
+        ("accumulate_grad_batches", "gradient_accumulation_steps"),
+        "batch_size is that of a step, which is accumulated from those of micro_batch_size",
+    ),
+    "warmup_ratio": "schedule.warmup_steps counts steps, by default a twentieth of them",
+    **dict.fromkeys(("num_classes", "n_classes"), "the data has the classes"),
+    **dict.fromkeys(("do_train", "do_eval"), "every run trains and evaluates"),
+    **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), "resume continues a run, whose folder it takes"),
+    "tf32": "precision has it where the GPU has",
+    "deepspeed": "torchrun with FSDP, the group parallel, shards weights and optimizer",
+    "model_name_or_path": "recipe chooses the model, init_from the weights it starts from",
+    **dict.fromkeys(("dataset_name", "dataset"), "data chooses it, and of the Hub data.name"),
+}
+"""Names of other trainers that no single key has, and how it is done here."""
 
 
 _FIRST = ("optimizer", "schedule", "recipe", "data")
@@ -148,7 +296,7 @@ _FIRST = ("optimizer", "schedule", "recipe", "data")
 
 
 def intended_key(key: str) -> str:
-    """Return the intended key of, for example, ``lr`` or ``model.size``; else ``key`` itself.
+    """Return the intended key of, for example, ``lr``; else ``key`` itself.
 
     That is an option of a group by the option's name alone, or the name that other trainers have for it, and a value
     where that means one.
@@ -157,11 +305,11 @@ def intended_key(key: str) -> str:
     if key in known:
         return key
     head, dot, rest = key.partition(".")
-    if head in OTHER_NAMES:
-        other = OTHER_NAMES[head]
-        return f"{other}{head}" if other.endswith(".") else f"{other}{dot}{rest}"
+    if dot and head in OTHER_NAMES and f"{OTHER_NAMES[head]}.{rest}" in known:
+        return f"{OTHER_NAMES[head]}.{rest}"
     found = [name for name in known if name.partition(".")[2] == key and name.partition(".")[0] in config.groups()]
-    return min(found, key=lambda name: [*_FIRST, name.partition(".")[0]].index(name.partition(".")[0]), default=key)
+    first = min(found, key=lambda name: [*_FIRST, name.partition(".")[0]].index(name.partition(".")[0]), default=key)
+    return OTHER_NAMES.get(key, first)
 
 
 def types_of(key: str) -> set[str]:

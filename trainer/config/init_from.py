@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -128,7 +129,9 @@ def adopt(composed: DictConfig, typed: Collection[str], name: str) -> tuple[Init
     # The recipe opens it itself: a hub id, a folder of another library, published weights.
     if "pretrained" in composed.recipe and not _names_run(given):
         if is_kept(given):
-            raise UserError(f"init_from={given} holds no weights", f"init_from={quote(str(Path(given).parent / BEST))}")
+            best = Path(given).parent / BEST
+            remedies = [f"init_from={shlex.quote(str(best))}"] if best.is_dir() else []
+            raise UserError(f"init_from={given} holds no weights; its run has them in {BEST}/", *remedies)
         return None, {"recipe.pretrained": given}
     # The run has begun already: what it started from is not needed again.
     if to_continue(composed.output_dir, name, resume):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pkgutil
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,7 +17,7 @@ from omegaconf.errors import ValidationError
 
 from mantissa.errors import UsageError
 from trainer.config.text import listed, make_printable, say, unquoted, values_of
-from trainer.errors import RunError, UserError, nearest, redacted
+from trainer.errors import RunError, UserError, most_like, redacted
 from trainer.parallel.world import UNSET, check_launch, launched_processes
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ def run(
     arguments: Sequence[str] | None = None,
     *,
     continues: bool = False,
+    bare: bool = False,
 ) -> int:
     """Run a script and return its exit code: that of ``main`` or of an error, or 130 for Ctrl-C and SIGTERM.
 
@@ -52,6 +55,7 @@ def run(
             ``--help`` and Ctrl-C are answered at once.
         usage: what ``--help`` prints: the script's docstring.
         arguments: of the command line (default: ``sys.argv``).
+        bare: whether it does something without arguments; else it then prints its usage, and the exit code is 2.
         continues: whether the same command goes on where Ctrl-C stopped it.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -59,6 +63,9 @@ def run(
     if any(argument.partition("=")[0] in ("-h", "--help") for argument in given):
         print(usage)
         return 0
+    if not given and usage and not bare:
+        say(usage, end="")
+        return 2
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if isinstance(main, str) and "torch" not in sys.modules:
@@ -66,13 +73,18 @@ def run(
         function = pkgutil.resolve_name(main) if isinstance(main, str) else main
         return function(given)
     except (RunError, UsageError) as error:
-        say(redacted(f"error: {error}"))
-        return getattr(error, "exit_code", 2)
+        return report(error)
     except KeyboardInterrupt:
         say("\ninterrupted" + "; run the same command again to continue" * continues)
         return 130
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def report(error: RunError | UsageError) -> int:
+    """Print an error in one sentence, and return its exit code."""
+    say(redacted(f"error: {error}"))
+    return getattr(error, "exit_code", 2)
 
 
 def parse(
@@ -100,14 +112,14 @@ def parse(
     names = [entry.name for entry in dataclasses.fields(options)]
     values: dict[str, Any] = {}
     rest = []
-    for argument in arguments:
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         key, equals, text = argument.partition("=")
         name = key.lstrip("-").replace("-", "_")
         dashes = argument.startswith("-")
         if argument in ("-m", "--multirun") and others == "overrides":
-            raise UserError(f"{argument} is for train.py alone; leave it out")
+            raise UserError(f"{argument} is for train.py alone", "", mistake=argument)
         if dashes and (name in names or others == "overrides"):
-            raise UserError(f"{argument}: write {name}={text or '…'}, without dashes")
+            raise _without_dashes(argument, following, names)
         if equals and key in names:
             if not text:
                 raise UserError(f"{key}= has no value; write {key}=…")
@@ -119,7 +131,9 @@ def parse(
         elif not equals and not dashes and (own := getattr(options, "positional", "")) and own not in values:
             values[own] = argument
         elif equals or dashes:
-            raise UserError(f"{argument}: {name} is not an option{nearest(name, names)} ({', '.join(names)})")
+            near = most_like(name, names)
+            remedies = [f"{near}={shlex.quote(text)}"] if near and text else []
+            raise UserError(f"{argument}: {name} is not an option ({', '.join(names)})", *remedies, mistake=argument)
         else:
             raise UserError(f"{argument!r} is not an option; write key=value")
     if "parallel" in getattr(options, "fixed", ()):
@@ -147,13 +161,29 @@ def check_keys(overrides: list[str], options: type[Options]) -> None:
         key = key_of(override)
         group = key.partition(".")[0]
         unknown = "." not in key and key not in known and intended_key(key) == key
-        near = nearest(key, own)
+        near = most_like(key, own)
+        typed = shlex.quote(override)
         if unknown and (near or takes):
-            raise UserError(f"{key} is not an option{near} ({', '.join(own)})")
+            remedies = [f"{near}={shlex.quote(override.partition('=')[2])}"] if near else []
+            raise UserError(f"{key} is not an option ({', '.join(own)})", *remedies, mistake=typed)
         if why := fixed.get(key) or fixed.get(group):
-            raise UserError(f"{override} has no effect: {why}; leave it out")
+            raise UserError(f"{override} has no effect: {why}", "", mistake=typed)
         if takes and not {key, intended_key(key).partition(".")[0]} & {*takes}:
-            raise UserError(f"{override} has no effect on a model that is trained; leave it out")
+            raise UserError(f"{override} has no effect on a model that is trained", "", mistake=typed)
+
+
+def _without_dashes(argument: str, following: str, names: Collection[str]) -> UserError:
+    """Return what to write in the place of an option with dashes, whose value may be the next argument."""
+    key, equals, text = argument.partition("=")
+    name = key.lstrip("-").replace("-", "_")
+    value = text if equals else following if following[:1] != "-" and "=" not in following else ""
+    typed = shlex.join([argument] if equals or not value else [argument, following])
+    if name in names:
+        remedies = [shlex.quote(f"{name}={value}")] if value else []
+        return UserError(f"{argument}: options have no dashes", *remedies, mistake=typed)
+    from trainer.config.explain import meant
+
+    return meant(name, value, f"{argument}: options have no dashes", typed)
 
 
 def _value(options: type[Options], key: str, text: str) -> Any:

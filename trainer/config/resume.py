@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from trainer.checkpoint import store as checkpoint
-from trainer.config.registration import flatten
+from trainer.config.registration import flatten, key_of
 from trainer.config.schema import Config
 from trainer.config.settle import Plan, plan_of
+from trainer.config.typed import anew, of_another_version
 from trainer.data.loader import OnDeviceLoader
 from trainer.errors import UserError
-from trainer.files import CONFIG_FILE, NO_FOLDER, SAME, check_output_dir, final_status
+from trainer.files import CONFIG_FILE, NO_FOLDER, SAME, check_output_dir, final_status, read_object
 from trainer.hardware import Hardware
 from trainer.parallel.world import World
 from trainer.recipe import Decision
-from trainer.run_folder import RunFolder, named, same_place, to_continue
+from trainer.run_folder import PATHS, RunFolder, named, same_place, to_continue
 
 State = Literal["complete", "not finite", "interrupted"]
 
@@ -109,8 +111,10 @@ def state_of(folder: RunFolder) -> State | None:
     return "interrupted" if checkpoint.steps(folder.checkpoints) else None
 
 
-def check_same(folder: RunFolder, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_same(folder: RunFolder, before: Mapping[str, Any], now: Mapping[str, Any], typed: Sequence[str] = ()) -> None:
     """Refuse to continue a run under options that would make it another run; both by dotted keys.
+
+    ``typed`` is the command line.
 
     Raises:
         UserError: names the keys that differ, the recipe first.
@@ -122,12 +126,43 @@ def check_same(folder: RunFolder, before: Mapping[str, Any], now: Mapping[str, A
     }
     if new := [key for key in different if _is_of_one(key, before, now)]:
         where = "config.json has" if new[0] in now else "there is"
-        raise folder.of_another_version(f"{where} no {new[0]}")
+        raise of_another_version(folder, f"{where} no {new[0]}")
     if different:
         keys = ["recipe"] if "recipe" in different else list(different)[:4]
         changes = ", ".join(f"{key} was {different[key][0]}, now {different[key][1]}" for key in keys)
-        restore = "restore it" if len(keys) == 1 else "restore them"
-        raise UserError(f"cannot resume {folder.path}: {changes}; {restore} or start a new run")
+        wrong = [
+            each for each in typed if key_of(each) in ("resume", *{key.removesuffix(".mode") for key in different})
+        ]
+        kept = [each for each in wrong if key_of(each) == "resume"]
+        raise UserError(
+            f"cannot resume {folder.path}: {changes}; continue it as it was, or start a new one from its weights",
+            *([shlex.join(kept)] if kept and kept != wrong else []),
+            *anew(folder, folder.path, typed),
+            mistake=shlex.join(wrong),
+        )
+
+
+def check_record(folder: RunFolder, trained: Mapping[str, Any] | None) -> None:
+    """Refuse a config.json that was edited since: ``trained`` has the options that a checkpoint was trained with.
+
+    Paths are passed over: data may be moved. None: the checkpoint is of a version that has not kept them.
+
+    Raises:
+        UserError: names the options that differ.
+    """
+    if trained is None:
+        return
+    record = read_object(folder.path / CONFIG_FILE)
+    changed = {
+        key: values
+        for key, values in _differences(trained, record).items()
+        if key not in PATHS and not may_change(key, trained, record)
+    }
+    if changed:
+        edits = ", ".join(f"{key} is {record}, and was {trained}" for key, (trained, record) in [*changed.items()][:4])
+        raise UserError(
+            f"{folder.path / CONFIG_FILE} was edited since the run's last checkpoint: {edits}; put back what it was"
+        )
 
 
 def may_change(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

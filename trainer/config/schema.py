@@ -29,11 +29,14 @@ class EarlyStopping:
 
     def __post_init__(self) -> None:
         if self.patience is not None and self.patience < 1:
-            raise UserError(f"early_stopping.patience={self.patience} must be at least 1; null turns it off")
+            key = "early_stopping.patience"
+            problem = f"{key}={self.patience} must be at least 1; null turns it off"
+            raise UserError(problem, f"{key}=1", f"{key}=null")
         check_range("early_stopping.min_delta", self.min_delta, "[0, inf)")
         if self.patience is None and (self.metric is not None or self.min_delta):
-            key = "min_delta" if self.metric is None else "metric"
-            raise UserError(f"early_stopping.{key} has no effect alone; also set early_stopping.patience=5")
+            key = f"early_stopping.{'min_delta' if self.metric is None else 'metric'}="
+            problem = f"{key}{self.min_delta if self.metric is None else self.metric} has no effect alone"
+            raise UserError(problem, "early_stopping.patience=5")
 
 
 @dataclass
@@ -80,7 +83,7 @@ class Config(StepConfig):
         if self.tracking.mlflow:
             configured_uri(self.tracking.uri)  # or the environment's: not in the group, whose default may not be used
         if not self.output_dir or "://" in self.output_dir:
-            raise UserError(f"output_dir={self.output_dir} is no folder on this machine; set output_dir=outputs")
+            raise UserError(f"output_dir={self.output_dir} is no folder on this machine", "output_dir=outputs")
 
     @property
     def name(self) -> str:

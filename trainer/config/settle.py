@@ -302,8 +302,8 @@ def _check(config: Config, steps: int, micro_batch_size: int) -> None:
     """Refuse numbers that do not fit other options."""
     if config.schedule.warmup(steps) >= max(2, steps):
         raise UserError(
-            f"schedule.warmup_steps={config.schedule.warmup_steps} must be less than steps={steps}; "
-            "use schedule.warmup_steps=auto or a longer run"
+            f"schedule.warmup_steps={config.schedule.warmup_steps} must be less than steps={steps}",
+            "schedule.warmup_steps=auto",
         )
     if micro_batch_size % (least := config.augment.micro_batch_multiple):
         raise UserError(

@@ -96,17 +96,20 @@ class StepConfig:
 
     def __post_init__(self) -> None:
         if self.eval_every in (0, "off", "none", "never") or self.eval_samples == 0:
-            alone = "for no other, of one sample, set eval_every=1000000 eval_samples=1"
-            raise UserError(f"a run ends with an evaluation, which chooses the best weights; {alone}")
+            alone = "for no other, of one sample"
+            problem = f"a run ends with an evaluation, which chooses the best weights; {alone}"
+            raise UserError(problem, "eval_every=1000000 eval_samples=1")
         for key in _AUTO_FIELDS:
             if key != "eval_every" or self.eval_every != EPOCH:
                 check_number(key, getattr(self, key))
         if self.epochs is not None and self.steps != "auto":
-            raise UserError(f"epochs={self.epochs:g} and steps={self.steps} both set the length; set only one of them")
+            one, other = f"epochs={self.epochs:g}", f"steps={self.steps}"
+            raise UserError(f"{one} and {other} both set the length", other, one, mistake=f"{one} {other}")
         if self.epochs is not None:
             check_range("epochs", self.epochs, "(0, inf)")
         if self.threads is not None and self.threads < 1:
-            raise UserError(f"threads={self.threads} must be at least 1; leave it out for one per core")
+            typed = f"threads={self.threads}"
+            raise UserError(f"{typed} must be at least 1; without it there is one per core", "", mistake=typed)
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed={self.seed} must lie between 0 and 4294967295")
         self.recipe.check_complete()

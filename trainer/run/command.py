@@ -6,6 +6,7 @@ waited for.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ from omegaconf import DictConfig
 
 from trainer.config import help
 from trainer.config.command_line import read, remedied
-from trainer.config.compose import accepts
+from trainer.config.compose import refusal
 from trainer.config.explain import explained
 from trainer.config.text import say
 from trainer.errors import Interrupted, RunError, UserError, first_line, redacted
@@ -27,6 +28,10 @@ from trainer.run.signals import OUTSIDE, clear_line
 from trainer.run.sweep import Sweep
 from trainer.terminal import leave_unread
 
+log = logging.getLogger("mantissa")
+_MISTAKES = 16
+"""Mistakes of one command line that are mended together, at most."""
+
 
 def main() -> int:
     """Run ``sys.argv`` and return the exit code: 0, 2 a user error, 3 not finite, 4 out of memory, 128 + signal."""
@@ -35,12 +40,17 @@ def main() -> int:
     if "--version" in sys.argv[1:]:
         print(provenance.environment())
         return 0
-    typed = sys.argv[1:]
+    if not (typed := sys.argv[1:]):
+        print(help.USAGE, file=sys.stderr)
+        return 2
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, where it would print and exit with 1
     try:
         check_launch()
         # Read the command line, and let Hydra compose each of its runs, which ``_train_one`` trains.
-        codes = _sweep(Sweep(read(typed)))
+        line = read(typed)
+        for note in line.notes:
+            log.warning(note)
+        codes = _sweep(Sweep(line))
     except UserError as error:
         return _report(_with_accepted(error, typed))
     # Leave the other processes.
@@ -114,10 +124,25 @@ def _train_one(
 
 
 def _with_accepted(error: UserError, arguments: Sequence[str]) -> UserError:
-    """Return an error with those of its remedies that can be typed in this command line."""
-    mistake = error.mistake
-    held = [remedy for remedy in error.remedies if accepts(remedied(arguments, remedy, mistake))]
-    return UserError(error.problem, *held, mistake=mistake, shared=error.shared)
+    """Return an error with those of its remedies that can be typed in this command line.
+
+    Where the line has several mistakes, the first remedy goes on to mend the others.
+    """
+    held, mistake = [], error.mistake
+    for remedy in error.remedies:
+        mended, wrong = remedy, mistake
+        for _ in range(_MISTAKES):
+            line = remedied(arguments, mended, wrong)
+            other = refusal(line) if line else UserError("there is nothing left")
+            if other is None:
+                held.append((mended, wrong))
+                break
+            if not other.remedies or not other.mistake:
+                break
+            mended, wrong = f"{mended} {other.remedies[0]}".strip(), f"{wrong} {other.mistake}".strip()
+        if held and held[0][1] != mistake:  # it mends more than one
+            return UserError(error.problem, held[0][0], mistake=held[0][1], shared=error.shared)
+    return UserError(error.problem, *(remedy for remedy, _ in held), mistake=mistake, shared=error.shared)
 
 
 def _report(error: Exception | KeyboardInterrupt, of_sweep: str = "") -> int:

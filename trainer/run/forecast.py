@@ -39,7 +39,8 @@ def forecast(config: Config) -> Ledger:
     """
     if config.parallel.kind != "single":
         raise UserError(
-            f"parallel={config.parallel.kind}: memory is forecast and measured for one process only; remove it"
+            f"parallel={config.parallel.kind}: memory is forecast and measured for one process only",
+            "parallel=single",
         )
     settled = settle(plan_of(config, detect(config.device)))
     return ledger_of(alone(settled, settled.batching.micro_batch_size))

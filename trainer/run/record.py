@@ -13,9 +13,9 @@ from mantissa.step.trace import DtypeRecorder
 from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.store import CheckpointNotWritten, Snapshot
-from trainer.config.commands import record_command
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
+from trainer.config.typed import record_command
 from trainer.errors import redacted
 from trainer.precision.kernels import not_timed_here
 from trainer.precision.manifest import dtypes_in_use, manifest_of

@@ -17,10 +17,10 @@ from mantissa.display import about, counted, duration, quantity, size
 from mantissa.formats import FP32
 from mantissa.names import format_name as format_name_of
 from trainer.checkpoint import store as checkpoint
-from trainer.config.commands import command, compare_command
+from trainer.config.commands import compare_command
 from trainer.config.schema import Config
 from trainer.errors import RunError
-from trainer.files import BEST, PRECISION_FILE, read_object, run_facts
+from trainer.files import BEST, PRECISION_FILE, command, read_object, run_facts
 from trainer.hardware import NATIVE, Hardware
 from trainer.optim.ema import ExponentialMovingAverage
 from trainer.optim.groups import LR_FACTOR

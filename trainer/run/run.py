@@ -17,6 +17,7 @@ from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
 from trainer.config.commands import doctor_command
+from trainer.config.registration import flatten
 from trainer.config.settle import Plan
 from trainer.data.contract import Batch, fingerprint
 from trainer.data.evaluation import Progress
@@ -342,8 +343,8 @@ class Run:
             self.monitor.stalled(self.writer.save(self.trainer.state_dict(), self._progress(), rank, run))
 
     def _progress(self) -> dict[str, Any]:
-        facts = self.trainer.datasets.facts()
-        return {"monitor": self.monitor.state_dict(), "data": self.fingerprint, "facts": facts}
+        facts, options = self.trainer.datasets.facts(), flatten(self.config)
+        return {"monitor": self.monitor.state_dict(), "data": self.fingerprint, "facts": facts, "options": options}
 
     # --- the ends ---
 

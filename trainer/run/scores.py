@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from mantissa.display import counted, loss
 from trainer.config.schema import Config
-from trainer.errors import UserError
+from trainer.errors import UserError, most_like
 
 PREFIX = "valid/"
 
@@ -89,9 +89,8 @@ class Scores:
         known = [PREFIX + name for name in names()]
         for key, metric in (("checkpoint.best", self.metric), ("early_stopping.metric", self.watched)):
             if metric not in known:
-                raise UserError(
-                    f"{key}={metric} is not a metric of this recipe; set {key} to one of {', '.join(known)}"
-                )
+                near = f"{key}={most_like(metric, known) or known[0]}"
+                raise UserError(f"{key}={metric} is not a metric of this recipe ({', '.join(known)})", near)
 
     def add_first(self, metrics: dict[str, float]) -> None:
         """Take in the metrics of the weights that training begins with."""

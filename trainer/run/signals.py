@@ -55,7 +55,7 @@ def begin_program() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed before the program began
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (as long as the program)
-    if _speaks() and "quiet=true" not in sys.argv and "torch" not in sys.modules:
+    if _speaks() and sys.argv[1:] and "quiet=true" not in sys.argv and "torch" not in sys.modules:
         # Of a flag Hydra may print what does not remove it.
         in_place = sys.stderr.isatty() and not any(argument.startswith("-") for argument in sys.argv[1:])
         say("loading torch and the recipes …", end="" if in_place else "\n")

@@ -21,10 +21,10 @@ from torch import nn
 from mantissa.display import counted, size
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
-from trainer.checkpoint.schema import read_manifest
+from trainer.checkpoint.schema import STATE_FILE, read_manifest
 from trainer.config.commands import resume_command
 from trainer.config.registration import flatten
-from trainer.config.resume import check_same, planned, state_of
+from trainer.config.resume import check_record, check_same, planned, state_of
 from trainer.config.schema import Config
 from trainer.config.settle import MICRO, Plan, Settled, plan_of, settle
 from trainer.errors import (
@@ -35,7 +35,7 @@ from trainer.errors import (
     first_line,
     is_out_of_memory,
 )
-from trainer.files import SAME, TOKENIZER, add_run_facts, in_use
+from trainer.files import SAME, TOKENIZER, add_run_facts, in_use, read_json
 from trainer.hardware import detect, threads
 from trainer.parallel.world import tasks_alone
 from trainer.precision import kernels
@@ -197,17 +197,16 @@ def _checkpoint_of(folder: RunFolder, plan: Plan) -> tuple[Path | None, str]:
     if plan.config.resume == SAME and state == "not finite":
         step = folder.summary()["failure"]["step"]
         raise NonFiniteError(f"{folder.path} turned non-finite at step {step}; remove the folder to repeat the run")
-    check_same(folder, plan.recorded, flatten(plan.config))
+    check_same(folder, plan.recorded, flatten(plan.config), plan.config.overrides)
     checkpoint = store.find_verified(folder.checkpoints)
+    check_record(folder, read_json(checkpoint / STATE_FILE)["progress"].get("options"))
     manifest = read_manifest(checkpoint)
     step, steps = manifest["step"], plan.steps
     # A run that was killed at its end has taken all steps, but its export and its summary may be missing.
     if state != "complete":
         if step > steps:
-            instead = " in the place of epochs" if "epochs" in plan.config.typed else ""
-            raise UserError(
-                f"steps={steps}, but {folder.path} was stopped after step {step}; set steps={step} or more{instead}"
-            )
+            problem = f"steps={steps}, but {folder.path} was stopped after step {step}, and takes as many or more"
+            raise UserError(problem, f"steps={step}", mistake="epochs=")
         return checkpoint, ""
     if step >= steps:
         fewer = f"steps={steps} is below that; " if step > steps else ""
@@ -238,7 +237,8 @@ def _check_disk(config: Config, model: nn.Module) -> None:
     if config.checkpoint.enabled and disk.total and disk.free < needed:  # some file systems do not tell
         raise UserError(
             f"output_dir={config.output_dir}: the disk has {size(disk.free)} free, and a checkpoint and best/ take "
-            f"over {size(needed)}; free disk space, choose another with output_dir=…, or set checkpoint=none"
+            f"over {size(needed)}; free disk space, or choose another output_dir",
+            "checkpoint=none",
         )
 
 

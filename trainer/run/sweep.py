@@ -9,7 +9,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -21,7 +21,7 @@ from mantissa.display import columns, loss, quantity, size
 from trainer.config.command_line import CommandLine
 from trainer.config.compose import prepare
 from trainer.config.registration import CONF, by_key, name_of_composed
-from trainer.errors import RunError
+from trainer.errors import RunError, UserError
 from trainer.files import SAME
 from trainer.terminal import WIDTH
 from trainer.tracking.store import GROUP_TAG, SWEPT_TAG, cut
@@ -147,6 +147,9 @@ class Sweep:
                 from trainer.run.fit import release_memory
 
                 release_memory()
+            if swept := OmegaConf.select(HydraConfig.get(), "sweeper.params"):
+                typed = " ".join(f"{key}={value}" for key, value in swept.items())
+                raise UserError(f"hydra.sweeper.params is a sweep in a YAML file; remove it there, and type -m {typed}")
             # As given: Hydra would resolve ${…} in them against its own keys.
             given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
             overrides = cast("list[str]", given)
@@ -170,7 +173,12 @@ class Sweep:
         folder = Path(str(self.line.value("output_dir", "outputs"))).expanduser().absolute() / ".jobs"
         folder.mkdir(parents=True, exist_ok=True)
         self.jobs = Path(tempfile.mkdtemp(prefix="sweep-", dir=folder))
-        yield str(self.jobs)
+        try:
+            yield str(self.jobs)
+        finally:
+            with suppress(OSError):  # what is not empty stays: no job was begun in the others
+                for empty in (self.jobs, folder, folder.parent):
+                    empty.rmdir()
 
     def set_name(self, composed: DictConfig, overrides: Sequence[str]) -> tuple[str, dict[str, str]]:
         """Give a run of a sweep a name of its own and the sweep's tag ``group``, and let it continue an earlier run.

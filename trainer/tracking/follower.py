@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +28,7 @@ from trainer.files import (
     RUN_FILE,
     SUMMARY_FILE,
     TOKENIZER,
+    command,
     read_object,
 )
 from trainer.terminal import work
@@ -452,9 +452,9 @@ class Follower(threading.Thread):
     def _incomplete(self, reason: str) -> str:
         """Return what MLflow lacks of the run, and how to send it later, unless this run's files never arrive."""
         missing = f"{redacted(self._uri)} lacks {self._lacks}: {reason}"
-        command = shlex.join(["python", "scripts/sync.py", str(self._folder)])
+        resend = command("sync.py", [str(self._folder)])
         when = "when that is mended, send it with" if isinstance(self._problem, UserError) else "retry with"
-        later = "" if self._problem and self._problem is self._no_files else f"; {when}: {command}"
+        later = "" if self._problem and self._problem is self._no_files else f"; {when}: {resend}"
         return f"MLflow upload incomplete ({missing}). Data is safe in {self._folder}{later}"
 
 

@@ -16,6 +16,8 @@ import pytest
 
 import mantissa
 from tests.command_line.conftest import Train
+from trainer.config.compose import compose
+from trainer.config.registration import flatten
 from trainer.files import read_json_lines
 from trainer.run import start
 from trainer.run_folder import RunFolder
@@ -88,16 +90,16 @@ def test_a_run_that_another_process_ends_before_this_one_has_it_is_complete(
 def test_what_would_be_another_run_is_refused(run: Path, train: Train) -> None:
     """By the choices of groups and what they bring; single keys are in tests/trainer/run/test_folder.py."""
     for typed, reported in {
-        "seed=4": "seed was 3, now 4; restore it or start a new run",
+        "seed=4": "seed was 3, now 4",
         "precision=fp32 scaler=auto": "precision.mode was fp16, now fp32",
-        "recipe=resnet": "recipe was bignet, now resnet; restore it or start a new run",
+        "recipe=resnet": "recipe was bignet, now resnet",
         "recipe=bignet": "recipe.width was 16, now 1000",
         "optimizer=adamw": "optimizer.name was SGD, now AdamW",
         "optimizer.options.momentum=0.9": "optimizer.options was {'momentum': 0.5, 'nesterov': False}, now",
         "scaler=static": "scaler was dynamic, now static",
         "experiment=amp_mlp": "recipe.layers was 2, now 3",
         "recipe.arch=resnet18": "recipe.arch is not an option of recipe=bignet",
-        "-m": "continues one run, but -m starts several; remove -m",
+        "-m": "continues one run, but -m starts several; leave",
     }.items():
         done = train(*typed.split(), "resume=elsewhere/1e3", "steps=8")
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
@@ -105,11 +107,30 @@ def test_what_would_be_another_run_is_refused(run: Path, train: Train) -> None:
     assert sorted(path.name for path in (run / "checkpoints").iterdir())[-1] == "step-00000004"
 
 
+def test_a_refused_resume_says_how_to_go_on_with_or_without_the_change(run: Path, train: Train) -> None:
+    done = train("precision=bf16", "scaler=auto", "resume=elsewhere/1e3", "steps=8")
+    kept, new = done.err.strip().rpartition("; set ")[2].split(" or ")
+    assert kept == "resume=elsewhere/1e3"
+    before, now = recorded(run), flatten(compose(shlex.split(new)))
+    wanted = {"precision.mode": "bf16", "scaler": "auto", "init_from": "elsewhere/1e3", "steps": 8, "resume": None}
+    wanted |= {key: before[key] for key in ("recipe", "recipe.width", "optimizer.lr", "seed")}
+    assert {key: now[key] for key in wanted} == wanted
+
+
+def test_a_record_that_was_edited_is_refused(run: Path, train: Train, succeed: Train) -> None:
+    before = (run / "config.json").read_text()
+    (run / "config.json").write_text(before.replace('"seed": 3', '"seed": 5'))
+    refused = train("resume=elsewhere/1e3", "steps=8")
+    assert (refused.code, "seed is 5, and was 3; put back what it was" in refused.err) == (2, True), refused.err
+    (run / "config.json").write_text(before)
+    succeed("resume=elsewhere/1e3", "steps=8")
+
+
 def test_a_stopped_run_that_has_taken_more_steps_says_how_many(run: Path, train: Train) -> None:
     (run / "summary.json").unlink()
     done = train("resume=elsewhere/1e3", "steps=2")
     assert (done.code, done.out) == (2, "")
-    assert "steps=2, but elsewhere/1e3 was stopped after step 4; set steps=4 or more" in done.err
+    assert "steps=2, but elsewhere/1e3 was stopped after step 4, and takes as many or more; set steps=4" in done.err
 
 
 def test_a_record_of_another_version_is_no_traceback(run: Path, train: Train) -> None:
@@ -125,7 +146,7 @@ def test_a_record_of_another_version_is_no_traceback(run: Path, train: Train) ->
         assert (done.code, done.err.count("\n")) == (2, 1), done.err
         assert reported in done.err
         assert f"was written by version {mantissa.__version__}, whose options are not those of this" in done.err
-        assert f"its weights with init_from={run.relative_to(run.parents[1])}" in done.err
+        assert "a new run can start from its weights" in done.err
     (run / "run.json").unlink()  # as the versions before left it
     assert "was written by an earlier version, whose" in train("resume=elsewhere/1e3", "steps=8").err
 

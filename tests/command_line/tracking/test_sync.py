@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 from tests.command_line.conftest import SMALLEST, Result, Start, Train
 from tests.helpers import PROJECT
 from tests.tracked import once, open_log, points, run_id, runs, tracked
-from trainer.files import in_use, write_json
+from trainer.files import command, in_use, write_json
 from trainer.tracking.sync import send
 
 SYNC = PROJECT / "scripts" / "sync.py"
@@ -86,7 +86,7 @@ def test_a_finished_run_that_is_resumed_finishes_its_delivery(
 ) -> None:
     run = [*SMALLEST, "profiler=none", "steps=40", "log_every=1", "resume=auto"]
     path = Path("outputs/bignet-fp32-s0")
-    retry = f"Data is safe in {path}; retry with: python scripts/sync.py {path}\n"
+    retry = f"Data is safe in {path}; retry with: {command('sync.py', [str(path)])}\n"
     real = MlflowClient.log_batch
 
     def half(self: MlflowClient, run_id: str, metrics: Any = (), **others: Any) -> None:
@@ -121,7 +121,7 @@ def test_a_user_who_does_not_wait_for_mlflow_sees_how_to_send_the_run(
     left.abandon()
     (message,) = [message for message in caplog.messages if "incomplete" in message]
     assert "lacks this run: stopped immediately" in message
-    assert message.endswith(f"retry with: python scripts/sync.py {left.folder}")
+    assert message.endswith(f"retry with: {command('sync.py', [str(left.folder)])}")
 
 
 @pytest.mark.usefixtures("plots")

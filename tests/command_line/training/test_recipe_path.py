@@ -112,8 +112,8 @@ def test_yaml_beside_the_recipe_composes_with_the_projects(folder: Path, succeed
     assert (config["recipe"], config["recipe.width"], config["steps"]) == ("withyaml", 7, 5)
     experiment.write_text("# @package _global_\ndefaults:\n  - override /optimizer: sgdd\n")
     assert "there is no optimizer/sgdd (adafactor, " in train("recipe_path=mine", "experiment=wide").err
-    assert "did you mean 'withyaml'?" in train("recipe_path=mine", "recipe=withyalm").err
-    assert "did you mean 'recipe.width'?" in train("recipe_path=mine", "recipe=withyaml", "recipe.widht=1").err
+    assert "; set recipe=withyaml" in train("recipe_path=mine", "recipe=withyalm").err
+    assert "; set recipe.width=1" in train("recipe_path=mine", "recipe=withyaml", "recipe.widht=1").err
 
 
 def test_the_pages_recipe_learns_as_documented(folder: Path, succeed: Train) -> None:

@@ -220,7 +220,7 @@ def test_a_check_up_before_a_run_writes_no_run(tmp_path: Path, said: Said) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("resume=RUN chekc=formats", "chekc is not an option; did you mean 'check'?"),
+        ("resume=RUN chekc=formats", "; set check=formats"),
         ("resume=RUN step=9", "step=9: RUN ends earlier; set step=2"),
         ("resume=FAILED step=4", "step=4: FAILED stopped at step 3; set step=3, or leave it out"),
         ("resume=RUN precision=fp32", "precision=fp32: a run is examined as it was trained; to examine another one"),

@@ -100,7 +100,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("optimizer.state=int4", "optimizer.state=int4 is unknown; use optimizer.state=auto|bf16"),
+        ("optimizer.state=int4", "optimizer.state=int4 is unknown .auto, bf16"),
         ("precision=bf16_pure", "but precision=bf16_pure has 16-bit state already; set optimizer.state=auto"),
         (
             "optimizer.options.amsgrad=true",

@@ -58,7 +58,7 @@ def test_continues_with_changes_that_do_not_affect_learning(folder: RunFolder) -
         ({"recipe.image_size": 64}, "recipe.image_size was auto, now 64"),  # auto is a choice like any other
         ({"loader": "synthetic-on-device"}, "loader was pinned, now synthetic-on-device"),  # repeats a single batch
         ({"checkpoint.best": "valid/top1"}, "checkpoint.best was valid/loss, now valid/top1"),
-        ({"optimizer.new": 1}, r"written by version .*has no optimizer.new.*; start a new run from its weights"),
+        ({"optimizer.new": 1}, r"written by version .*has no optimizer.new.*; a new run can start from its weights"),
         # The last pattern that fits decides.
         ({"optimizer.groups": dict(reversed(RUN["optimizer.groups"].items()))}, "optimizer.groups was"),
     ],
