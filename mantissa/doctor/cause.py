@@ -324,8 +324,9 @@ def _without_targets(origin: Origin) -> Finding | None:
     if not names or not _is_finite(origin.replay, other):
         return None
     place = batch_key(names[0])
-    cure = f"targets in {place}: all of them are {_IGNORED}, which is left out; with others the step is finite"
-    return origin.finding(DOMAIN, ["a mean over nothing is 0/0"], cure=(cure,), module="", tensor=place)
+    text = f"targets in {place}: all of them are {_IGNORED}, which is left out"
+    cure = Cure(text, other, data=partial(map_tensors, change=_with_targets))
+    return origin.finding(DOMAIN, ["a mean over nothing is 0/0"], candidates=(cure,), module="", tensor=place)
 
 
 def all_ignored(tensor: Tensor) -> bool:

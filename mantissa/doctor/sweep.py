@@ -14,7 +14,7 @@ from mantissa.doctor.budget import Budget
 from mantissa.doctor.cause import find_exception, find_origin
 from mantissa.doctor.cures import cast_cures
 from mantissa.doctor.dtypes import stored_in_half
-from mantissa.doctor.finding import DOMAIN, EXCEPTION, INPUT, NOT_FINITE, Examined, Finding
+from mantissa.doctor.finding import DOMAIN, EXCEPTION, INPUT, NOT_FINITE, Cure, Examined, Finding
 from mantissa.errors import FormatError, described, is_out_of_memory
 from mantissa.formats import BF16, FP32, TF32, Format, plain
 from mantissa.step.step import Batch, Replay, Step, batch_key
@@ -243,15 +243,12 @@ def _that_meet(step: Step, broken: FormatTrial, finding: Finding) -> Finding:
 
     # One of them alone, then all of them.
     for names in [*([name] for name in others), others]:
-        if (
-            names
-            and broken.take(step.with_microbatches(cast(batch, names) for batch in step.microbatches)).status == OK
-        ):
+        other = step.with_microbatches(cast(batch, names) for batch in step.microbatches)
+        if names and broken.take(other).status == OK:
             keys = list(map(batch_key, names))
             has = f"{', '.join(keys)}: {dtype_name(given[names[0]].dtype)}, the weights are {dtype_name(wanted)}"
-            cure = ", ".join(f"{key}.to({wanted})" for key in keys)
-            detail, tensor = f"{has}; {finding.detail}", ", ".join(keys)
-            return replace(finding, tensor=tensor, detail=detail, cure=(f"{cure}: with it the step is finite",))
+            cure = Cure(", ".join(f"{key}.to({wanted})" for key in keys), other, data=partial(cast, names=names))
+            return replace(finding, tensor=", ".join(keys), detail=f"{has}; {finding.detail}", candidates=(cure,))
     return replace(finding, candidates=tuple(cast_cures(step)))
 
 
