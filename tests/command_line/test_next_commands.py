@@ -18,7 +18,7 @@ from tests.helpers import PROJECT
 from trainer.config import external_recipes
 from trainer.config.commands import new_run_command
 from trainer.config.compose import compose
-from trainer.config.registration import flatten
+from trainer.config.registration import flatten, key_of
 from trainer.run_folder import PATHS
 
 FAST = ["steps=2", "batch_size=4", "eval_samples=4", "log_every=1", "profiler=none", "tracking=local"]
@@ -88,7 +88,7 @@ def test_the_commands_at_the_end_of_a_run_are_accepted_and_about_that_run(
     assert options(arguments) == wanted
     if name == "text":
         assert "steps=3" not in new_run_command(folder / "outputs" / name, ["epochs=2"])  # a run has one of them
-    assert new_run_command(folder / "outputs" / name, ["precision=fp16", "scaler=none"]) == ""
+    assert new_run_command(folder / "outputs" / name, ["precision=fp16", "scaler=none"]) == ""  # what is changed stays
 
 
 def test_a_run_of_a_sweep_has_a_command_of_its_own_without_a_name_that_was_not_typed(
@@ -104,3 +104,18 @@ def options(overrides: list[str]) -> dict[str, Any]:
     external_recipes._folder.clear()
     found = flatten(compose(overrides))
     return found | {key: str(path) for key in PATHS if found.get(key) and (path := Path(found[key]).resolve()).exists()}
+
+
+@pytest.mark.parametrize(
+    ("changed", "gone"),
+    [(["scaler=dynamic", "scaler.init=32768"], {"scaler.scale"}), (["precision=bf16"], {"scaler.scale"})],
+)
+def test_options_that_a_change_makes_meaningless_are_left_out(
+    changed: list[str], gone: set[str], succeed: Train, folder: Path
+) -> None:
+    """As the doctor changes a run of a fixed loss scale."""
+    typed_before = [*SMALLEST, "steps=2", "tracking=local", "precision=fp16", "scaler=static", "scaler.scale=1024"]
+    succeed(*typed_before)
+    _, arguments = typed(new_run_command(folder / "outputs/bignet-fp16-s0", changed))
+    assert {*changed} <= {*arguments}
+    assert {key_of(each) for each in typed_before} - {key_of(each) for each in arguments} == gone
