@@ -159,7 +159,9 @@ def blocks(machines: Machines) -> dict[Path, str]:
     speeds = [name for name, words in front["rows"].items() if words.endswith("speed")]
     timed = {machine: measured for machine, measured in machines.items() if measured.keys() & set(speeds)}
     every = [f"## {table['title']}\n\n{filled_table(table, machines)}" for table in tables]
-    return {PROJECT / "README.md": filled_table(front, timed, brief), PROJECT / "docs/results.md": "\n\n".join(every)}
+    peers = next(table for table in tables if table["title"] == "Other trainers")
+    short = "\n\n".join([filled_table(front, timed, brief), filled_table(peers, machines)])
+    return {PROJECT / "README.md": short, PROJECT / "docs/results.md": "\n\n".join(every)}
 
 
 def filled(page: str, table: str) -> str:
@@ -181,4 +183,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, __doc__))
+    sys.exit(run(main, __doc__, bare=True))
