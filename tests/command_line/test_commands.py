@@ -46,6 +46,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
         *TEXT, "data.name=texts", "data.tokenizer=bytes", "data.valid_fraction=0.5", "micro_batch_size=2",
         "compile=off",
     ),
+    "experiment/resnet18_fake": ("recipe.arch=shufflenet_v2_x0_5", "recipe.image_size=32", "data.samples=16"),
     "experiment/resnet50_a3": (
         *IMAGES, "data.path=images", "recipe.train_image_size=24", "micro_batch_size=2", "schedule.warmup_steps=1",
     ),
@@ -153,6 +154,7 @@ def test_the_terminal_shows_what_will_happen_and_what_happened(train: Train) -> 
     assert "/generate.py run=outputs/gpt2-fp16-s0 " in generate
     assert shlex.split(generate)[-1].startswith("prompt=")
     typed, others = " ".join(GPT2), "batch_size=4 eval_samples=4 tracking=local steps=30 micro_batch_size=2"
+    others += " tracking.epilogue=true"
     own = "arm.fp16=precision=fp16 scaler.init=1e9"
     assert compare.endswith(f"/compare.py {typed} {others} arms=fp32 '{own}' seeds=5")
     assert done.err == ""
