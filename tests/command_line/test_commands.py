@@ -46,7 +46,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
         *TEXT, "data.name=texts", "data.tokenizer=bytes", "data.valid_fraction=0.5", "micro_batch_size=2",
         "compile=off",
     ),
-    "experiment/resnet18_fake": ("recipe.arch=shufflenet_v2_x0_5", "recipe.image_size=32", "data.samples=16"),
+    "experiment/resnet18_fake": (*IMAGES, "data.samples=16"),
     "experiment/resnet50_a3": (
         *IMAGES, "data.path=images", "recipe.train_image_size=24", "micro_batch_size=2", "schedule.warmup_steps=1",
     ),

@@ -31,8 +31,8 @@ def explained(where: str = "") -> Iterator[None]:
 def _explained(error: BaseException, where: str) -> UserError:
     """Return what was wrong with the command line, or with a YAML file it composes, and what to type instead."""
     chain: list[Any] = [error]
-    while chain[-1].__cause__ is not None:
-        chain.append(chain[-1].__cause__)
+    while (behind := chain[-1].__cause__ or chain[-1].__context__) is not None:  # Hydra does not always say ``from``
+        chain.append(behind)
     cause, text = chain[-1], "\n".join(map(str, chain))
     if isinstance(cause, MissingConfigException) and cause.missing_cfg_file and cause.options:
         return _missing(cause.missing_cfg_file, [name for name in cause.options if not name.endswith("_schema")], where)
