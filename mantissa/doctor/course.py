@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mantissa.doctor.budget import Budget, cannot_compute
+from mantissa.doctor.budget import Budget, LeftOutError, cannot_compute
 from mantissa.doctor.explosion import explodes, explosion, losses_of
 from mantissa.doctor.finding import Cure, Finding
 from mantissa.formats import FP32
@@ -120,7 +120,14 @@ class Course:
         return int(min(fitting, steps_to_train(self.start))) if fitting >= _FEWEST else 0
 
     def explosion(self) -> Finding | None:
-        """Return why fp32 goes wrong as well, of a run that did; None: it does not, or there is no time to train."""
+        """Return why fp32 goes wrong as well, of a run that did; None: it does not.
+
+        Raises:
+            LeftOutError: there is no time to train.
+        """
+        if not self.count and self.start.different is None:
+            seconds = 2 * _FEWEST * seconds_to_train(self.start, self._budget, _TRAININGS)
+            raise LeftOutError(f"set {self.start.remedies.time_budget.format(max(seconds, self._budget.seconds + 1))}")
         if not self.count:
             return None
         standard = self._standard(Cure("", self.start), self.start)

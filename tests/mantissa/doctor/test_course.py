@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mantissa
-from mantissa.doctor.budget import Budget
+from mantissa.doctor.budget import Budget, LeftOutError
 from mantissa.doctor.course import NOT_TRAINED, Course
 from mantissa.doctor.finding import DOMAIN, OPTION, OVERFLOW, RATE, Cure
 from mantissa.doctor.outliers import without_outliers
@@ -46,6 +46,12 @@ def test_where_there_is_no_time_to_train_it_says_so() -> None:
         cure = course.learned(Cure("fp32", course.start.in_format(FORMATS["fp32"])), course.start)
         assert cure is not None
         assert cure.about == NOT_TRAINED
+
+
+def test_what_fp32_was_not_asked_is_left_out() -> None:
+    step = of_loop("bf16", 1e-3)
+    with pytest.raises(LeftOutError, match=r"^set time_budget_s=\d+, "):
+        Course(step, Budget(1.0, step, step_seconds=1.0)).explosion()
 
 
 def test_a_cure_is_tried_from_the_start_and_not_from_the_weights_that_are_ruined() -> None:
