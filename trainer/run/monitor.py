@@ -270,14 +270,13 @@ class Monitor:
         assert isinstance(self.scaler, Scaling)
         if values["loss_scale"] <= self.scaler.floor:
             return (
-                f"the gradients overflow at the smallest loss scale allowed "
-                f"(scaler.floor_scale={self.scaler.floor:g}); lower the learning rate or use precision=bf16"
+                "the gradients overflow at the smallest loss scale allowed "
+                f"(scaler.floor_scale={self.scaler.floor:g})"
             )
         if self._skipped_in_a_row > self.scaler.max_consecutive_skips:
             return (
                 f"{self._skipped_in_a_row} steps in a row were skipped for non-finite gradients "
-                f"(scaler.max_consecutive_skips={self.scaler.max_consecutive_skips}, loss {loss:g}); "
-                "lower the learning rate or use precision=bf16"
+                f"(scaler.max_consecutive_skips={self.scaler.max_consecutive_skips}, loss {loss:g})"
             )
         return None
 
