@@ -34,7 +34,7 @@ LOST = kind("lost updates", "Weight updates are too small for the format of the 
 MOMENT = kind("optimizer state", "What the optimizer kept of earlier steps spoils this one.")
 DIFFERENCE = kind("difference", "The compiled model gives other results than the eager one.")
 EXCEPTION = kind("exception", "The step cannot be computed in this format.")
-RATE = kind("learning rate", "The updates are too large: the loss grows, in fp32 as well.")
+RATE = kind("learning rate", "The updates are too large: fp32 goes wrong as well, and learns at a lower rate.")
 OPTION = kind(
     "optimizer option", "An option of the optimizer lets the loss grow, in fp32 as well, and its default does not."
 )
