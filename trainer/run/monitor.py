@@ -270,8 +270,7 @@ class Monitor:
         assert isinstance(self.scaler, Scaling)
         if values["loss_scale"] <= self.scaler.floor:
             return (
-                "the gradients overflow at the smallest loss scale allowed "
-                f"(scaler.floor_scale={self.scaler.floor:g})"
+                f"the gradients overflow at the smallest loss scale allowed (scaler.floor_scale={self.scaler.floor:g})"
             )
         if self._skipped_in_a_row > self.scaler.max_consecutive_skips:
             return (

@@ -66,6 +66,13 @@ def test_a_cure_is_tried_from_the_start_and_not_from_the_weights_that_are_ruined
     assert course.learned(Cure("bf16", ruined.in_format(plain(BF16))), ruined) is not None
 
 
+def test_each_option_is_compared_with_fp32_at_that_option() -> None:
+    step = of_loop("bf16", 1e-2)
+    course = Course(step, Budget(600, step))
+    for momentum in (0.0, 0.9):
+        assert course.learned(Cure("", step.with_option("momentum", 0, momentum)), step) is not None
+
+
 def test_data_is_changed_in_every_step() -> None:
     spiked = regression()
     for batch in spiked:
