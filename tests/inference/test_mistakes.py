@@ -18,6 +18,8 @@ EVALUATE run=empty | - | has no weights in empty/best: it has not ended; finish 
 EVALUATE run=unsaved | - | it was trained with checkpoint=none, which keeps none
 EVALUATE run=foreign | - | names a model of type mamba, which no recipe has
 EVALUATE run=mlflow:a/b | - | is not a valid run; use run=mlflow:RUN_ID
+EVALUATE run=outputs/gpt2/best/model.safetensors | - | this is a file; give a run folder, such as outputs/gpt2
+EVALUATE run=outputs/chars/best/model.safetensors | - | this is a file; give a run folder, such as outputs/chars
 EVALUATE GPT2 | recipe=llama | recipe has no effect: run=outputs/gpt2 is a gpt2; leave it out | -
 EVALUATE GPT2 | optimizer.lr=1 | has no effect on a model that is trained | -
 EVALUATE GPT2 | preciison=bf16 | preciison is not an option | precision=bf16
