@@ -108,6 +108,7 @@ recipe=resnet | --pretrained | ; set init_from=DEFAULT
 recipe=resnet | recipe.pretrained=IMAGENET1K_V1 | ; set init_from=IMAGENET1K_V1
 recipe=resnet | recipe.pretraned=IMAGENET1K_V1 | ; set init_from=IMAGENET1K_V1
 recipe=gpt2 | init_from=DEFAULT | published weights of image classifiers
+recipe=gpt2 | path=notes.txt | here it is data.path (of data=imagefolder|text)
 recipe=bignet | eps=1e-6 | ; set +optimizer.options.eps=1e-6
 recipe=bignet | betas=1 | here it is optimizer.options.betas
 recipe=bignet | --device nothing | here it is device

@@ -169,6 +169,8 @@ def _offered(problem: str, ours: str, value: str, typed: str) -> UserError:
     remedies, key = overrides_with(ours, value), ours.partition("=")[0]
     choices = config.choices(key)
     takes = ", ".join(choices) if choices else " or ".join(sorted(map(values_of, types_of(key))))
+    if key.startswith("data."):
+        takes = f"of data={'|'.join(sorted(known_options()[key]))}"
     about = "" if remedies else f"; here it is {key}{takes and f' ({takes})'}"
     return UserError(f"{problem}{about}", *remedies, mistake=typed)
 
@@ -194,6 +196,8 @@ def overrides_with(ours: str, value: str) -> list[str]:
         return [f"+{key}={meaning}"]
     if not owners or len(owners) in (len(config.choices(group)), len(config.groups().get(group, ()))):
         return [f"{key}={meaning}"]
+    if group == "data" and len(owners) > 1:  # which of them fits what is trained is not known here
+        return []
     return [f"{group}={owner} {key}={meaning}" for owner in owners]
 
 
