@@ -72,7 +72,9 @@ class RunFolder:
         if not path.is_dir():
             why = "this is a file" if path.exists() else f"there is no such {'file or ' * (key == 'init_from')}folder"
             which = "a file of weights, or a run" if key == "init_from" else "a run"
-            raise UserError(f"{key}={given}: {why}; give {which} folder, such as {_example(path.parent, output_dir)}")
+            around = next((str(run.path) for folder in path.parents if (run := run_of(folder))), "")
+            near = around or _example(path.parent, output_dir)
+            raise UserError(f"{key}={given}: {why}; give {which} folder, such as {near}")
         return cls(path)
 
     def options(self) -> dict[str, Any]:

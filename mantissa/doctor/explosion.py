@@ -123,7 +123,7 @@ def explosion(
         rises |= grows and cause.kind == RATE and _learned(losses, still) < 0
     if best is not None or not rises:
         return best
-    detail = f"{went}, and it rises with much lower learning rates, too, as with a wrong sign, or weight decay"
+    detail = f"{went}, and it rises with lower learning rates, too; {_RATES[-1]:g} times this one was tried last"
     return Finding(RATE, UPDATE, "", FP32.name, detail=detail)
 
 

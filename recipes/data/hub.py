@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import math
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from io import BytesIO
@@ -19,7 +19,7 @@ from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.documents import Text, split
-from recipes.data.text.files import TRIED_BYTES, encoding_of, is_text, not_read, typed
+from recipes.data.text.files import TRIED_BYTES, encoding_of, in_utf8, is_text, not_read, typed
 from recipes.data.text.pretrained import local_path, opening
 from trainer.errors import UserError, check_choice, first_line
 
@@ -208,6 +208,8 @@ class Hub(TokenizedText, ImageSource):
 
         path = self._local_path()
         file = path if path and path.is_file() else None
+        if file and not file.stat().st_size:
+            raise UserError(f"data.name={self.name}: the file is empty")
         table = table_options(file) if file and BUILDERS[file.suffix.lower()] == "csv" else {}
         if table and self.text_column:
             table["converters"] = {self.text_column: str}  # else its type is that of the first rows
@@ -235,8 +237,9 @@ class Hub(TokenizedText, ImageSource):
                 cause = error.__cause__ or error
                 if file and isinstance(cause, UnicodeDecodeError):
                     raise _not_utf8(f"data.name={self.name}", file) from error
-                if file and not file.stat().st_size:
-                    raise UserError(f"data.name={self.name}: the file is empty") from error
+                if isinstance(cause, ArrowInvalid) and (empty := _parquet_without_rows(path)):
+                    which = "" if file else f": {empty.name}"
+                    raise UserError(f"data.name={self.name}{which} has no rows") from error
                 if table and isinstance(cause, ArrowInvalid) and not self.text_column:
                     why = f"a column has text after thousands of rows without any ({first_line(cause)})"
                     raise UserError(f"data.name={self.name}: {why}; name the text's: data.text_column=…") from error
@@ -273,9 +276,15 @@ class Hub(TokenizedText, ImageSource):
         features = dataset.features
         # Those with underscores are of webdataset itself: a sample's number and its file.
         fitting = [name for name, feature in features.items() if fits(feature) and not name.startswith("__")]
+        kind = key.removesuffix("_column")
+        blank = {name: why for name in fitting if kind == "text" and (why := _blank(dataset, name))}
+        only = fitting[0] if len(fitting) == 1 else ""
+        if (choice or only) in blank:
+            why = blank[choice or only]
+            raise UserError(f"data.name={self.name}: {why}; name a column of text: data.text_column=…")
         if choice and choice in fitting:
             return choice
-        kind = key.removesuffix("_column")
+        fitting = [name for name in fitting if name not in blank]
         items = {name: getattr(feature, "feature", None) for name, feature in features.items() if kind == "text"}
         texts = {"content", "context", "value"}  # of turns in a chat, of paragraphs
         lists = [name for name, item in items.items() if isinstance(item, dict) and texts & item.keys()]
@@ -291,6 +300,7 @@ class Hub(TokenizedText, ImageSource):
         remedies = [typed(f"data.{key}", name) for name in fitting]
         if kind == "label" and not fitting:
             remedies = _label_columns(dataset)
+        parts += blank.values()
         if is_nested or not fitting:
             for name in types:
                 if dataset.data.column(name).null_count == len(dataset):
@@ -331,13 +341,25 @@ class Hub(TokenizedText, ImageSource):
         return numbers
 
 
+def _parquet_without_rows(path: Path | None) -> Path | None:
+    """Return the file, or the first one of a folder, that has no rows, which ``datasets`` may not read; None: none."""
+    from pyarrow import ArrowInvalid
+    from pyarrow.parquet import ParquetFile
+
+    for file in sorted(path.rglob("*.parquet") if path and path.is_dir() else filter(None, [path])):
+        with suppress(ArrowInvalid, OSError):  # of a damaged one, and of those that are no parquet
+            if not ParquetFile(file).metadata.num_rows:
+                return file
+    return None
+
+
 def _not_utf8(given: str, file: Path) -> UserError:
     """Return the error of a file that is not UTF-8."""
     with file.open("rb") as opened:
         encoding = encoding_of(opened.read(TRIED_BYTES))
     if encoding is None:
         return UserError(f"{given} cannot be opened: it is not text")
-    command = shlex.join(["iconv", "-f", encoding, "-t", "utf-8", str(file), "-o", f"utf8-{file.name}"])
+    command = in_utf8(file, encoding, Path(f"utf8-{file.name}"))
     return UserError(f"{given} cannot be opened: it is not UTF-8; write it anew, as it is {encoding}, with: {command}")
 
 
@@ -373,6 +395,15 @@ def are_lines(rows: Sequence[str | None]) -> bool:
     lines = sum(row.find("\n") == len(row) - 1 for row in filled)
     blank = sum(row is not None and not row.strip() for row in rows)
     return lines >= 0.95 * len(filled) and blank >= max(3, len(rows) / 100)
+
+
+def _blank(dataset: Any, name: str) -> str:
+    """Say that a column of text is blank in all of its rows but one of a hundred; empty: it is not."""
+    looked_at = np.linspace(0, len(dataset) - 1, min(len(dataset), 1000)).astype(int).tolist()
+    blank = sum(not (text or "").strip() for text in dataset.select_columns([name])[looked_at][name])
+    some = " looked at" if len(looked_at) < len(dataset) else ""
+    rows = f"{blank:,} of {len(looked_at):,} rows{some}"
+    return f"column {name} is blank in {rows}" if blank > 0.99 * len(looked_at) else ""
 
 
 def _is_text(feature: Any) -> bool:

@@ -103,6 +103,12 @@ recipe=bignet | --dataloader_num_workers 2 | ; set loader.workers=2
 recipe=bignet | --max_steps 10 | ; set steps=10
 recipe=bignet | --max_steps ten | here it is steps
 recipe=bignet | --local_rank 0 | leave --local_rank 0 out
+recipe=resnet | pretrained=true | ; set init_from=DEFAULT
+recipe=resnet | --pretrained | ; set init_from=DEFAULT
+recipe=resnet | recipe.pretrained=IMAGENET1K_V1 | ; set init_from=IMAGENET1K_V1
+recipe=resnet | recipe.pretraned=IMAGENET1K_V1 | ; set init_from=IMAGENET1K_V1
+recipe=gpt2 | init_from=DEFAULT | published weights of image classifiers
+recipe=gpt2 | path=notes.txt | here it is data.path (of data=imagefolder|text)
 recipe=bignet | eps=1e-6 | ; set +optimizer.options.eps=1e-6
 recipe=bignet | betas=1 | here it is optimizer.options.betas
 recipe=bignet | --device nothing | here it is device
@@ -118,6 +124,13 @@ recipe=gpt2,bignet | - | recipe=gpt2,bignet has several values … ; set -m reci
 - | recipe=bignet data.samples = 64 | 'data.samples' is not an override; write key=value, without blanks
 - | steps | 'steps' is not an override; write key=value
 - | steps=${nothing} | 'nothing' not found
+recipe=gpt2 | freeze=wte,wpe | ; set 'freeze=[wte,wpe]'
+recipe=gpt2 | freeze=wte | ; set 'freeze=[wte]'
+recipe=bignet | optimizer.betas=0.9,0.95 | ; set 'optimizer.options.betas=[0.9,0.95]'
+recipe=bignet | optimizer.options.betas=0.9,0.95 | ; set 'optimizer.options.betas=[0.9,0.95]'
+-m recipe=bignet | seeds=0,1 | ; set seed=0,1
+-m recipe=bignet | lr=1e-3,1e-2 | ; set optimizer.lr=1e-3,1e-2
+-m recipe=bignet | precisions=fp32,bf16 | ; set precision=fp32,bf16
 - | -m seed=0,1 precision=fp32,bf61 | ; set precision=fp32,bf16
 - | -m steps=glob(*) | steps=glob(*): a sweep is of values, separated by commas
 recipe=bignet | seed=[0,1] | ; set -m seed=0,1
@@ -128,6 +141,11 @@ recipe=bignet | -m hydra/sweeper=optuna seed=0,1 | not installed; scripts/search
 recipe=bignet | -m hydra/launcher=joblib seed=0,1 | not installed; leave
 recipe=bignet | --config-name=gpt2 | --config-name=gpt2 has no effect … leave it out
 recipe=bignet | --config-path here | --config-path has no effect
+recipe=bignet | --config-dir here | --config-dir has no effect: recipe_path
+recipe=bignet | -m --cfg job | -m cannot stand beside --cfg
+recipe=bignet | --info --cfg job | ; leave --cfg job out
+recipe=bignet | --resolve | has no effect without --cfg
+recipe=bignet | --shell-completion | write --shell-completion install=bash
 recipe=bignet | --experimental-rerun=x | resume continues a run
 recipe=bignet | --local-rank=0 | torchrun, which takes the place of torch.distributed.launch
 # types and ranges
@@ -437,11 +455,20 @@ def test_a_precision_of_accelerate_launch_is_said_to_have_no_effect(
     assert ("ACCELERATE_MIXED_PRECISION=bf16 has no effect; set precision=bf16" in done.out) == warned
 
 
-def test_several_mistakes_are_mended_together(train: Train) -> None:
-    typed = "--per_device_train_batch_size 4 --learning_rate 1e-4 --fp16 recipe=bignet max_step=10"
+@pytest.mark.parametrize(
+    ("typed", "remedy"),
+    [
+        (
+            "--per_device_train_batch_size 4 --learning_rate 1e-4 --fp16 recipe=bignet max_step=10",
+            "batch_size=4 optimizer.lr=1e-4 precision=fp16 steps=10",
+        ),
+        ("-m recipe=bignet seeds=0,1 lr=1e-3,1e-2", "seed=0,1 optimizer.lr=1e-3,1e-2"),
+    ],
+)
+def test_several_mistakes_are_mended_together(typed: str, remedy: str, train: Train) -> None:
     refused = train(*typed.split())
     assert refused.code == 2
-    assert refused.err.endswith("; set batch_size=4 optimizer.lr=1e-4 precision=fp16 steps=10\n")
+    assert refused.err.endswith(f"; set {remedy}\n")
 
 
 def test_a_remedy_that_cannot_be_typed_here_is_not_shown(train: Train) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from pyarrow import array, string, table
+from pyarrow.parquet import write_table
 
 from recipes.data.hub import Hub, are_lines, table_options
 from recipes.data.images.augment import View
@@ -267,6 +269,12 @@ def rows(*given: dict[str, Any]) -> str:
     return "\n".join(map(json.dumps, given)) + "\n"
 
 
+def parquet_of(**columns: list[str]) -> bytes:
+    content = io.BytesIO()
+    write_table(table({name: array(values, string()) for name, values in columns.items()}), content)
+    return content.getvalue()
+
+
 STANZAS = [{"title": f"T{i}", "text": f"Stanza {i}."} for i in range(100)]
 TURNS = {"conversations": [{"from": "human", "value": "How?"}, {"from": "gpt", "value": "So."}]}
 MESSAGES = {"messages": [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "So."}]}
@@ -301,6 +309,21 @@ REFUSED: dict[str, tuple[str, str | bytes, dict[str, str], tuple[str, ...]]] = {
     "no JSON": ("a.json", b"{not json", {}, ("cannot be opened",)),
     "no rows": ("a.csv", "text,label\n", {}, ("no rows",)),
     "nothing": ("a.csv", "", {}, ("empty",)),
+    "nothing, of JSON": ("a.jsonl", "", {}, ("empty",)),
+    "parquet without rows": ("a.parquet", parquet_of(text=[]), {}, ("a.parquet has no rows",)),
+    "a blank column": ("a.csv", "id,text\n" + "1, \n" * 200, {}, ("column text is blank in 200 of 200 rows",)),
+    "a blank one of three": (
+        "a.jsonl",
+        rows(*[{"text": "", "title": "t", "body": "b"}] * 9),
+        {},
+        ("set data.text_column=title or data.text_column=body",),
+    ),
+    "a blank column that is named": (
+        "a.jsonl",
+        rows(*[{"text": "", "title": "t"}] * 9),
+        {"text_column": "text"},
+        ("column text is blank in 9 of 9 rows",),
+    ),
     "UTF-16": ("a.csv", "text\na tale\n".encode("utf-16"), {}, ("iconv -f utf-16 -t utf-8",)),
     "no parquet": ("a.parquet", b"not parquet", {}, ("cannot be opened",)),
     "compressed": ("a.jsonl.zst", b"\x1f\x8b", {}, ("unpack it: zstd -d",)),
@@ -351,6 +374,22 @@ def test_labels_that_are_no_classes_are_refused(labels: list[Any], message: str,
     Dataset.from_parquet(str(parquet)).add_column("label", labels).to_parquet(file)
     with pytest.raises(UserError, match=message):
         Hub(name=str(file), label_column="label").images(8)
+
+
+def test_a_table_of_files_and_labels_is_said_to_go_into_the_folder_of_the_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "photos/{9}.png")
+    names = sorted(path.name for path in Path("photos").iterdir())
+    Path("labels.csv").write_text(
+        "".join(f"{name},{label}\n" for name, label in zip(["file_name", *names], ["label", *"ababababa"], strict=True))
+    )
+    with pytest.raises(UserError, match=r"as metadata\.csv, with the columns file_name and label") as refused:
+        ImageFolder(path="labels.csv")
+    assert refused.value.remedies == ()
+    Path("labels.csv").rename("photos/metadata.csv")
+    assert Hub(name="photos", label_column="label").images(8).classes == ["a", "b"]
 
 
 def test_shards_of_webdataset_are_named_with_what_opens_them(tmp_path: Path) -> None:

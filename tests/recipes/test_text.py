@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import resource
+import subprocess
 import tracemalloc
 from pathlib import Path
 from unittest.mock import Mock
@@ -325,6 +326,15 @@ def test_a_hub_tokenizer_while_offline(file: Path, monkeypatch: pytest.MonkeyPat
             TextFiles(path=str(file), tokenizer=name).tokens(None)
 
 
+def test_a_prompt_ends_where_a_document_does() -> None:
+    texts = ["So we are. Yes, indeed.", "Resolved."]
+    tokenizer = BytePairs.train(iter(texts * 9), 300)
+    ids = np.array([id for text in texts * 9 for id in (*tokenizer.encode(text), *tokenizer.separator)])
+    data = TokenData(ids, ids, tokenizer, "")
+    datasets = TextDatasets([], [], "", tokens=data, tokenizer=tokenizer, vocabulary=300)  # type: ignore[arg-type]
+    assert datasets.first_words == "Resolved."
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -349,6 +359,18 @@ def test_the_encoding_that_would_do_is_named(encoding: str, tmp_path: Path) -> N
         TextFiles(path=str(tmp_path), tokenizer="bytes").tokens(None)
     assert refused.value.remedies == (f"data.encoding={encoding}",)
     TextFiles(path=str(tmp_path), tokenizer="bytes", encoding=encoding).tokens(None)
+
+
+def test_a_file_in_another_encoding_than_the_others_is_written_anew(tmp_path: Path) -> None:
+    text = "Größe und Länge\n" * 99
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "b.txt").write_text(text, encoding="cp1252")
+    with pytest.raises(UserError) as refused:
+        TextFiles(path=str(tmp_path), tokenizer="bytes").tokens(None)
+    assert refused.value.remedies == ()
+    subprocess.run(str(refused.value).rpartition(" with: ")[2], shell=True, check=True)
+    data = TextFiles(path=str(tmp_path), tokenizer="bytes").tokens(None)
+    assert sum(data.text_bytes.values()) == 2 * len(text.encode())
 
 
 def test_a_pattern_that_would_do_is_named(tmp_path: Path) -> None:

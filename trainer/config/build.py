@@ -8,10 +8,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainer.config.explain import PRETRAINED, meant
 from trainer.config.init_from import adopt
 from trainer.config.registration import by_key, check, key_of, name_of_composed
 from trainer.config.schema import Config
-from trainer.errors import UserError
+from trainer.config.text import unquoted
 from trainer.recipe import Recipe
 
 
@@ -38,8 +39,9 @@ def build(
         composed.recipe_path = str(Path(composed.recipe_path).expanduser().absolute())
     overridden = by_key(overrides)
     composed.resume = recorded.get("resume", composed.resume)
-    if "recipe.pretrained" in overridden:
-        raise UserError(f"recipe.pretrained: write init_from={overridden['recipe.pretrained']}")
+    if PRETRAINED in overridden:
+        value = overridden[PRETRAINED]
+        raise meant("pretrained", unquoted(value), f"{PRETRAINED} cannot be typed", f"{PRETRAINED}={value}")
     # The weights that it starts from, and the options that they depend on.
     typed = frozenset({*overridden, *recorded})
     source, options = adopt(composed, typed, name_of_composed(composed))

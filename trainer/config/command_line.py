@@ -6,7 +6,7 @@ import difflib
 import itertools
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,17 @@ from hydra.errors import HydraException
 
 from mantissa.names import format_name
 from trainer.config import external_recipes
-from trainer.config.explain import OTHER_GROUPS, OTHER_NAMES, has_value, known_options, meant, types_of
+from trainer.config.explain import (
+    OTHER_GROUPS,
+    OTHER_NAMES,
+    as_list,
+    has_value,
+    intended_key,
+    known_options,
+    meant,
+    takes_list,
+    types_of,
+)
 from trainer.config.registration import CONF, choices, key_of
 from trainer.config.text import fraction, unquoted
 from trainer.errors import UserError, most_like
@@ -26,9 +36,18 @@ from trainer.errors import UserError, most_like
 _MULTIRUN = {"-m", "--multirun"}
 _WITHOUT_EFFECT = {
     **dict.fromkeys(("--config-name", "-cn", "--config-path", "-cp"), "there is one config; choose with experiment=…"),
+    **dict.fromkeys(("--config-dir", "-cd"), "recipe_path=… names a folder whose conf/ has choices of your own"),
     "--experimental-rerun": "resume continues a run, whose folder it takes",
 }
 """Flags of Hydra's, and what to do instead."""
+_ONE_OF = {
+    **dict.fromkeys(("-m", "--multirun"), "-m"),
+    **dict.fromkeys(("--run", "-r"), "--run"),
+    **dict.fromkeys(("--cfg", "-c"), "--cfg"),
+    **dict.fromkeys(("--info", "-i"), "--info"),
+    **dict.fromkeys(("--shell-completion", "-sc"), "--shell-completion"),
+}
+"""Flags of Hydra's that exclude each other, by one name each."""
 _ELSEWHERE = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.job.chdir")
 """Where other programs of Hydra's write."""
 _OWN = {"clip": "clip=norm clip.max_norm={0}", "ema": "ema=default ema.decay={0}", "loader": "loader.workers={0}"}
@@ -66,6 +85,10 @@ class CommandLine:
                     problem = f"{line}: one column is read; write several as one text, in a column of its own"
                     names = [f"{key}={unquoted(text)}" for text in override.sweep_string_iterator()]
                     raise UserError(problem, *names, mistake=shlex.quote(line))
+                ours = key if choices(key) or types_of(key) else intended_key(key.rpartition(".")[2])
+                if not choices(key) and takes_list(ours):
+                    remedy = as_list(ours, line.partition("=")[2])
+                    raise UserError(f"{line}: {ours} is a list", remedy, mistake=shlex.quote(line))
                 remedies = [] if otherwise else [f"-m {shlex.quote(line)}"]
                 if re.search(r"=\d+,\d+$", line) and types_of(key) & {"float", "float | None"}:
                     remedies.insert(0, line.replace(",", "."))
@@ -89,19 +112,19 @@ def read(arguments: Sequence[str]) -> CommandLine:
     """
     arguments = ["why=true" if argument == "--why" else argument for argument in arguments]
     flags = get_args_parser()._option_string_actions
-    readable: list[str] = []
+    typed_flags: list[str] = []  # and their values
     overrides: list[Override] = []
     notes: list[str] = []
-    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+    for previous, argument, following in zip(["", *arguments], arguments, [*arguments[1:], ""], strict=False):
         flag, _, text = argument.partition("=")
         if argument.startswith("-") and flag not in flags:
             raise _without_dashes(argument, following)
         if why := _WITHOUT_EFFECT.get(flag):
             words = [argument] if text else [argument, following]
             raise UserError(f"{argument} has no effect: {why}", "", mistake=shlex.join(words))
-        is_value = "=" not in argument and readable[-1:] and readable[-1].startswith("-")
-        if argument.startswith("-") or is_value:  # a flag, or its value
-            readable.append(argument)
+        if argument.startswith("-") or (previous.startswith("-") and "=" not in argument):  # a flag, or its value
+            alone = argument in ("--info", "-i") and (following[:1] in ("", "-") or "=" in following)
+            typed_flags.append("--info=all" if alone else argument)
             continue
         override = _parsed(argument)
         if override is None:
@@ -114,10 +137,10 @@ def read(arguments: Sequence[str]) -> CommandLine:
         if override.key_or_group in _ELSEWHERE:  # Hydra would make the folder
             notes.append(f"{argument} has no effect on where runs go; output_dir and run_name have")
             continue
-        readable.append(argument)
         overrides.append(override)
+    _check_flags(typed_flags, {override.key_or_group for override in overrides})
     # argparse wants flags first
-    line = CommandLine(sorted(readable, key=lambda argument: argument not in _MULTIRUN), overrides, notes)
+    line = CommandLine([*typed_flags, *(str(each.input_line) for each in overrides)], overrides, notes)
     _merge_dotted_tags(line)
     _drop_repeats(line)
     external_recipes.use_folder(line.value("recipe_path"))
@@ -156,6 +179,30 @@ def _no_values(override: Override, value: Glob | IntervalSweep) -> UserError:
     ends = f"-m {key}={value.start:g},{value.end:g}"
     problem = f"{line} is an interval: scripts/search.py searches one that is given as space.{line}; a sweep has values"
     return UserError(problem, ends, mistake=shlex.quote(line))
+
+
+def _check_flags(words: Sequence[str], keys: Collection[str]) -> None:
+    """Raise UserError where flags of Hydra's exclude each other, or do nothing alone.
+
+    Args:
+        words: the flags and their values.
+        keys: of those that are overrides.
+    """
+    given: dict[str, list[str]] = {}
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue="-"):
+        if word[:1] == "-":
+            flag = word.partition("=")[0]
+            given[_ONE_OF.get(flag, flag)] = [word] if following[:1] == "-" or "=" in following else [word, following]
+    several = [flag for flag in dict.fromkeys(_ONE_OF.values()) if flag in given]  # the first is left out
+    for flag in ("--resolve", "--package", "-p"):
+        if flag in given and "--cfg" not in given:
+            raise UserError(f"{flag} has no effect without --cfg", "", mistake=shlex.join(given[flag]))
+    if len(several) > 1:
+        why = ", which shows one run" if several[1] == "--cfg" else ""
+        problem = f"{several[0]} cannot stand beside {several[1]}{why}"
+        raise UserError(problem, "", mistake=shlex.join(given[several[0]]))
+    if "--shell-completion" in given and not {"install", "uninstall", "query"}.intersection(keys):
+        raise UserError("--shell-completion has no effect alone; write --shell-completion install=bash, or zsh, fish")
 
 
 def _merge_dotted_tags(line: CommandLine) -> None:
@@ -233,7 +280,8 @@ def _check_names(override: Override) -> None:
         if near and head not in groups:
             value = typed.partition("=")[2]
             rest = key.removeprefix(head)
-            remedies = [f"{near[0]}{rest}={value}"] if rest or value in choices(near[0]) else []
+            fits = bool(rest) or {*value.split(",")} <= {*choices(near[0])}
+            remedies = [shlex.quote(f"{near[0]}{rest}={value}")] if fits else []
             problem = f"{head} is not a key of the config; did you mean {near[0]!r}?"
             raise UserError(f"{problem}; --cfg job shows all of them", *remedies, mistake=shlex.quote(typed))
         return

@@ -7,6 +7,7 @@ or several, without being Hydra's own.
 from __future__ import annotations
 
 import itertools
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -189,14 +190,31 @@ def refusal(arguments: Sequence[str]) -> UserError | None:
 
     Of a sweep, its first run.
     """
+    line = None
     try:
         line = read(arguments)
         if "torch" in sys.modules:
             given = [str(override.input_line) for override in line.overrides]
             compose(next(iter(combinations(given).values())) if line.is_multirun else given)
     except UserError as error:
-        return error
+        return with_all_values(error, line) if line is not None else error
     return None
+
+
+def with_all_values(error: UserError, line: CommandLine) -> UserError:
+    """Return an error about the first run of a sweep as one about all of its values; any other as it is.
+
+    Remedies that do not end with the value are left out: no other run would have its own.
+    """
+    for override in line.overrides:
+        typed, (key, _, value) = str(override.input_line), error.mistake.partition("=")
+        if override.is_sweep_override() and key == key_of(typed) and error.mistake != typed:
+            values = typed.partition("=")[2]
+            kept = [each.removesuffix(value) for each in error.remedies if value and each.endswith(f"={value}")]
+            return UserError(
+                error.problem, *(f"{each}{shlex.quote(values)}" for each in kept), mistake=shlex.quote(typed)
+            )
+    return error
 
 
 def check_single(overrides: Sequence[str], remedy: str) -> None:

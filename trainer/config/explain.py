@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import Field, is_dataclass
@@ -31,7 +32,8 @@ def explained(where: str = "") -> Iterator[None]:
 def _explained(error: BaseException, where: str) -> UserError:
     """Return what was wrong with the command line, or with a YAML file it composes, and what to type instead."""
     chain: list[Any] = [error]
-    while (behind := chain[-1].__cause__ or chain[-1].__context__) is not None:  # Hydra does not always say ``from``
+    # Hydra does not always say ``from``; behind a ``UserError`` are those of another command line, which is mended.
+    while (behind := chain[-1].__cause__ or chain[-1].__context__) and not isinstance(behind, UserError):
         chain.append(behind)
     cause, text = chain[-1], "\n".join(map(str, chain))
     if isinstance(cause, MissingConfigException) and cause.missing_cfg_file and cause.options:
@@ -57,10 +59,12 @@ def _explained(error: BaseException, where: str) -> UserError:
     if "does not support deletion" in first:
         return UserError(f"{where}{typed}: an option cannot be removed", "", mistake=typed)
     kind = str(next((entry.type for entry in known_options().get(key, {}).values()), ""))
-    if isinstance(cause, ValidationError | TypeError) and kind and "expected one of" not in first:
+    if any(isinstance(each, ValidationError | TypeError) for each in chain) and kind and "expected one of" not in first:
         if kind[:4] == "dict":
             return UserError(f"{where}{typed}: it has names, such as +{key}.NAME=VALUE")
         several = [f"-m {key}={value.strip('[]')}"] if "," in value and "list" not in kind and override else []
+        if kind[:4] == "list" and value[:1] not in ("[", "{") and override:
+            several = [as_list(key, value)]
         return UserError(f"{where}{typed} must be {values_of(kind)}", *several, mistake=typed if several else "")
     return UserError(f"{where}{typed}: {first}" if typed else f"{where}{first}")
 
@@ -125,9 +129,12 @@ def _unknown(key: str, owner: Any, value: str, where: str) -> UserError:
     problem = f"{where}{key} is not a key of the config"
     if near := most_like(option, options):
         ours = f"{group}.{near}"
+        if ours == PRETRAINED:
+            return meant(near, value, problem, typed)
         remedies = [f"{ours}={value}"] if value and _takes(ours, value) else []
         return UserError(f"{problem}; did you mean {ours!r}?" if not remedies else problem, *remedies, mistake=typed)
-    return UserError(f"{problem}; {group} has {', '.join(options)}; --cfg job shows all of them")
+    typable = ", ".join(name for name in options if f"{group}.{name}" != PRETRAINED)
+    return UserError(f"{problem}; {group} has {typable}; --cfg job shows all of them")
 
 
 def meant(key: str, value: str, problem: str, typed: str) -> UserError:
@@ -147,6 +154,9 @@ def meant(key: str, value: str, problem: str, typed: str) -> UserError:
     if name in OTHER_NAMES and value.lower() in ("false", "no", "none", "off", "null", "o0"):
         return UserError(problem, "", mistake=typed)
     ours = intended_key(name)
+    if ours == "init_from" and name != ours:
+        problem += ": init_from names the weights to start from"
+        ours += "=DEFAULT" if value.lower() in ("", "true", "1", "auto") else ""
     if ours == name and name not in known:
         ours = most_like(name, [each for each in known if "." not in each])
         if not ours:
@@ -159,6 +169,8 @@ def _offered(problem: str, ours: str, value: str, typed: str) -> UserError:
     remedies, key = overrides_with(ours, value), ours.partition("=")[0]
     choices = config.choices(key)
     takes = ", ".join(choices) if choices else " or ".join(sorted(map(values_of, types_of(key))))
+    if key.startswith("data."):
+        takes = f"of data={'|'.join(sorted(known_options()[key]))}"
     about = "" if remedies else f"; here it is {key}{takes and f' ({takes})'}"
     return UserError(f"{problem}{about}", *remedies, mistake=typed)
 
@@ -184,6 +196,8 @@ def overrides_with(ours: str, value: str) -> list[str]:
         return [f"+{key}={meaning}"]
     if not owners or len(owners) in (len(config.choices(group)), len(config.groups().get(group, ()))):
         return [f"{key}={meaning}"]
+    if group == "data" and len(owners) > 1:  # which of them fits what is trained is not known here
+        return []
     return [f"{group}={owner} {key}={meaning}" for owner in owners]
 
 
@@ -215,19 +229,37 @@ def _takes(key: str, value: str) -> bool:
             else "str"
         )
 
-    found, given = types_of(key), kind(value)
-    if not found:
-        group, _, inner = key.partition(".")
-        if not _files_with(group, inner):
-            return True
-        samples = [OmegaConf.select(OmegaConf.load(file), inner) for file in config.yaml_files(group).values()]
-        found = {"list" if OmegaConf.is_list(each) else type(each).__name__ for each in samples if each is not None}
-    parts = {part for types in found for part in types.split(" | ")}
+    parts, given = _parts_of(key), kind(value)
+    if not parts:
+        return True
     if parts >= {"int", "str"}:  # a number, or a word such as auto
         return given == "int" or value in ("auto", "epoch")
     if value[:1] == "[":
-        return any(part.startswith("list") for part in parts)
+        return takes_list(key)
     return given in parts or (given == "int" and "float" in parts) or (given != "bool" and "str" in parts)
+
+
+def _parts_of(key: str) -> set[str]:
+    """Return the types that an option may have, each by itself; empty: they are not known."""
+    found = types_of(key)
+    if not found:
+        group, _, inner = key.partition(".")
+        samples = [
+            OmegaConf.select(OmegaConf.load(config.yaml_files(group)[name]), inner)
+            for name in _files_with(group, inner)
+        ]
+        found = {"list" if OmegaConf.is_list(each) else type(each).__name__ for each in samples}
+    return {part for types in found for part in types.split(" | ")}
+
+
+def takes_list(key: str) -> bool:
+    """Return whether the value of an option is a list."""
+    return any(part.startswith("list") for part in _parts_of(key))
+
+
+def as_list(key: str, values: str) -> str:
+    """Return the override that sets an option to a list, for a shell; ``values`` have commas between them."""
+    return shlex.quote(f"{key}=[{values}]")
 
 
 def _files_with(group: str, inner: str) -> list[str]:
@@ -236,6 +268,8 @@ def _files_with(group: str, inner: str) -> list[str]:
     return [name for name, file in files if OmegaConf.select(OmegaConf.load(file), inner) is not None]
 
 
+PRETRAINED = "recipe.pretrained"
+"""The option that ``init_from`` sets, and that cannot be typed."""
 OTHER_GROUPS = ("trainer", "training", "train", "args", "model", "optim", "cfg")
 """Where other trainers have options that are in no such group here."""
 OTHER_NAMES = {
@@ -264,6 +298,7 @@ OTHER_NAMES = {
     "save_steps": "checkpoint.every",
     "seed_everything": "seed",
     **dict.fromkeys(("logger", "report_to"), "tracking"),
+    "pretrained": "init_from",
     "fast_dev_run": "debug=fast",
     "overfit_batches": "debug=overfit",
 }

@@ -132,6 +132,8 @@ def adopt(composed: DictConfig, typed: Collection[str], name: str) -> tuple[Init
             best = Path(given).parent / BEST
             remedies = [f"init_from={shlex.quote(str(best))}"] if best.is_dir() else []
             raise UserError(f"init_from={given} holds no weights; its run has them in {BEST}/", *remedies)
+        if given == "DEFAULT" and OmegaConf.get_type(composed.recipe).unit != "images":  # type: ignore[union-attr]
+            raise UserError("init_from=DEFAULT means published weights of image classifiers; give a hub id or a folder")
         return None, {"recipe.pretrained": given}
     # The run has begun already: what it started from is not needed again.
     if to_continue(composed.output_dir, name, resume):

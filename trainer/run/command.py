@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from trainer.config import help
 from trainer.config.command_line import read, remedied
-from trainer.config.compose import refusal
+from trainer.config.compose import refusal, with_all_values
 from trainer.config.explain import explained
 from trainer.config.text import say
 from trainer.errors import Interrupted, RunError, UserError, first_line, redacted
@@ -80,8 +80,8 @@ def _sweep(sweep: Sweep) -> list[int]:
     try:
         with explained():
             sweep.run(_train_one)
-    except UserError:
-        raise
+    except UserError as error:
+        raise with_all_values(error, sweep.line) from None
     except Exception as error:
         if sweep.jobs is None:
             raise

@@ -33,6 +33,8 @@ EXTENSIONS = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".jp2"),
     *(".ppm", ".pgm", ".pbm", ".pnm"),
 )
+_PATHS = (".csv", ".tsv", ".json", ".jsonl")
+"""Tables in which an image is a path."""
 TRAINING, VALIDATION, TEST = PARTS = ("training", "validation", "test")
 _SPLITS = {
     **dict.fromkeys(("train", "training"), TRAINING),
@@ -81,6 +83,10 @@ class ImageFolder(ImageSource):
             folder = Path(path).expanduser()
             if not folder.exists():
                 raise missing(f"{key}={path}")
+            if folder.is_file() and folder.suffix.lower() in _PATHS:
+                wanted = f"as metadata{folder.suffix.lower()}, with the columns file_name and label, in their folder"
+                reads = "data=hub data.name=… reads such a folder"
+                raise UserError(f"{key}={path} has no images; write their names and labels {wanted}: {reads}")
             if not folder.is_dir():
                 raise not_read(f"{key}={path}", folder) or UserError(f"{key}={path} is a file, not a folder; {WANTED}")
 

@@ -108,6 +108,18 @@ def is_text(path: Path) -> bool:
         return encoding_of(file.read(2**16)) == "utf-8"
 
 
+def in_utf8(file: Path, encoding: str, to: Path) -> str:
+    """Return the command that writes a file anew in UTF-8."""
+    return shlex.join(["iconv", "-f", encoding, "-t", "utf-8", str(file), "-o", str(to)])
+
+
+def read_alike(file: Path, encoding: str) -> bool:
+    """Return whether the beginning of a file is text in an encoding, and not in another one that is likelier."""
+    with file.open("rb") as opened:
+        content = opened.read(TRIED_BYTES // 2**10)
+    return encoding_of(content) == encoding or (content.isascii() and not encoding.startswith("utf-16"))
+
+
 def encoding_of(content: bytes) -> str | None:
     """Return the encoding with which bytes are text, without control characters; None: none of the usual ones.
 

@@ -57,7 +57,10 @@ class TextDatasets(Datasets):
     @property
     def first_words(self) -> str:
         """The first three words of a line of the validation text, at most 30 characters; empty: it is blank."""
-        text = self.tokens.tokenizer.decode(self.tokens.valid[:256].tolist()).rstrip("\ufffd")
+        tokenizer = self.tokens.tokenizer
+        text = tokenizer.decode(self.tokens.valid[:256].tolist()).rstrip("\ufffd")
+        for special in tokenizer.special.values():  # such as the end of a document
+            text = text.replace(special, "\n")
         lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
         line = lines[min(1, len(lines) - 1)]  # the first one may have lost its beginning to the training text
         return " ".join(line.split(" ")[:3])[:30].strip()

@@ -227,7 +227,7 @@ REFUSED = {
     "recipe=gpt2 data=text data.path=two.txt data.tokenizer=chars": "data.tokenizer=chars, but the run",
     "recipe=gpt2 data=text data.path=two.txt data.vocab_size=512": "data.vocab_size=512 has no effect: outputs/first",
     "recipe=gpt2 data=hub data.name=two.txt data.vocab_size=4096": "data.vocab_size=4096 has no effect: outputs/first",
-    "recipe=gpt2 recipe.pretrained=x": "recipe.pretrained: write init_from=x",
+    "recipe=gpt2 recipe.pretrained=x": "; set init_from=x",
     "recipe=gpt2 data=synthetic data.vocab_size=90": "1 tensor of another shape (gpt2.transformer.wte.weight is 2",
     "recipe=gpt2 init_from=outputs/first/checkpoints/step-00000002": "is inside of a run",
     "recipe=gpt2 init_from=empty": "init_from=empty: the run has no weights",

@@ -49,7 +49,7 @@ def test_auto_becomes_numbers_that_fit_together(recipe: str, hardware: Hardware)
 
 @pytest.mark.parametrize("off", ["eval_every=0", "eval_every=off", "eval_every=never", "eval_samples=0"])
 def test_who_wants_no_evaluation_is_told_how_to_have_one_alone(off: str) -> None:
-    with pytest.raises(UserError, match="for no other, of one sample, set ") as caught:
+    with pytest.raises(UserError, match="for no other, of one sample; set ") as caught:
         compose("recipe=gpt2", "steps=5000", off)
     plan = plan_of(compose("recipe=gpt2", "steps=5000", *str(caught.value).partition(" set ")[2].split()), CPU)
     assert (plan.evaluations, plan.eval_samples, plan.evaluates(5000)) == (1, 1, True)
