@@ -24,15 +24,16 @@ from mantissa.display import counted, loss
 from recipes.language import LanguageRecipe
 from trainer.config.compose import check_single, combinations, key_of
 from trainer.config.options import parse
-from trainer.data.contract import Batch
+from trainer.data.contract import Batch, fingerprint
 from trainer.data.evaluation import Evaluation
 from trainer.errors import UserError
-from trainer.files import write_json
+from trainer.files import TRACKING_FILE, read_object, write_json
 from trainer.hardware import synchronise
 from trainer.metrics import Metrics, reported
 from trainer.parallel.world import World
 from trainer.precision.kernels import in_short
 from trainer.terminal import on_error_stream, work
+from trainer.tracking.datasets import DIGEST_LENGTH
 from trainer.tracking.plots import bare_figure, plain
 
 CLASSES_SHOWN = 30
@@ -70,7 +71,10 @@ def evaluation(exported: Exported, options: EvaluateOptions, overrides: Sequence
     unit, about = run.config.recipe.unit, result.about
     left_out = f"; {about['left_out']:,} more left out (eval_samples={about['samples']})" if about["left_out"] else ""
     print(f"{exported.folder}, {about['data']}")
-    print(f"{about['samples']:,} samples of split={options.split} in batches of {about['batch_size']}{left_out}\n")
+    print(f"{about['samples']:,} samples of split={options.split} in batches of {about['batch_size']}{left_out}")
+    if note := _not_its_own(exported, overrides, options.split, about["digest"]):
+        print(f"warning: {note}")
+    print()
     folder = Path(options.output).expanduser() if options.output else exported.results / "evaluation"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +156,8 @@ def measure(exported: Exported, run: RunConfig, split: str, at_least: int) -> Me
     values = reported(recipe, totals, count_of_targets) | metrics.values(World())
     if isinstance(recipe, LanguageRecipe) and (rate := tokens_per_byte(datasets, split)):
         values["bits_per_byte"] = values["loss"] / math.log(2) * rate
-    about = {"data": datasets.description, "split": split, "samples": samples, "left_out": len(part) - samples}
+    about: dict[str, Any] = {"data": datasets.description, "split": split, "digest": fingerprint(part)[:DIGEST_LENGTH]}
+    about |= {"samples": samples, "left_out": len(part) - samples}
     return Measured(
         values,
         np.array(targets),
@@ -162,6 +167,28 @@ def measure(exported: Exported, run: RunConfig, split: str, at_least: int) -> Me
         run.not_timed(model),
         classes,
         given,
+    )
+
+
+def _not_its_own(exported: Exported, overrides: Sequence[str], split: str, digest: str) -> str:
+    """Return that a run's data is not what it was in training; empty: it is, or what is typed asks for other samples.
+
+    Args:
+        exported: the trained model.
+        overrides: of its config.
+        split: of the data.
+        digest: of that part, as the run keeps it for MLflow.
+    """
+    chosen = {key_of(override).partition(".")[0] for override in overrides}
+    if exported.run is None or not chosen.isdisjoint(("data", "recipe", "augment", "seed")):
+        return ""
+    context = {"valid": "validation", "train": "training"}.get(split)
+    kept = read_object(exported.run.path / TRACKING_FILE).get("datasets", [])
+    if not {entry["digest"] for entry in kept if entry["context"] == context} - {digest}:
+        return ""
+    return (
+        f"these are not the samples of split={split} that {exported.run.path} had in training: its data has changed "
+        "since, so these scores are not to be compared with the run's own"
     )
 
 

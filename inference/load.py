@@ -15,11 +15,12 @@ from recipes.data.text.pretrained import opening
 from recipes.huggingface import RECIPES, load_whole
 from recipes.language import LanguageModel, LanguageRecipe
 from trainer.checkpoint.reader import fill
+from trainer.checkpoint.schema import steps
 from trainer.config.commands import resume_command
 from trainer.config.registration import groups
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
-from trainer.files import BEST, read_object
+from trainer.files import BEST, final_status, read_object
 from trainer.recipe import Recipe
 from trainer.run_folder import RunFolder, run_of
 from trainer.terminal import work
@@ -127,7 +128,11 @@ def _of_run(given: str, run: RunFolder) -> Exported:
     if not config or not any(best.glob("*.safetensors")):
         if recorded.get("checkpoint.enabled") is False:
             remedy = "it was trained with checkpoint=none, which keeps none: train it again without that option"
+        elif not steps(run.checkpoints):
+            remedy = "it has no checkpoint either, so its weights are gone: train it again"
         else:
-            remedy = f"it has not ended; finish it with:\n  {resume_command(run.path)}"
+            had = final_status(run.path) == "FINISHED"
+            what = "it had them when it ended; export them again" if had else "it has not ended; finish it"
+            remedy = f"{what} with:\n  {resume_command(run.path)}"
         raise UserError(f"run={given} has no weights in {best}: {remedy}")
     return Exported(given, best, config, run, str(recorded.get("recipe")))

@@ -25,7 +25,7 @@ from recipes.data.text.tokens import TextDatasets, TextSource
 from recipes.export import save_model, token_tables
 from recipes.lora import LoRA, with_adapters
 from trainer.checkpoint.reader import nonfinite, not_finite
-from trainer.checkpoint.weights import SUFFIXES
+from trainer.checkpoint.weights import SUFFIXES, defect
 from trainer.data.contract import Dataset
 from trainer.errors import UserError, check_choice, check_number, check_range
 from trainer.files import is_kept, read_json, write_json
@@ -62,7 +62,7 @@ class SizedRecipe(Recipe):
     """Tokens of a sample of a pretrained model that takes more, where ``context`` is auto."""
     least_context: ClassVar[int] = 2
     vocabulary_multiple = 1
-    """The vocabulary is padded to a multiple of this."""
+    """The vocabulary is padded to a multiple of this; not with adapters."""
 
     size: str = "auto"
     """A name out of ``shapes``; auto: ``on_cpu`` or ``on_gpu``."""
@@ -133,6 +133,9 @@ class SizedRecipe(Recipe):
             if saved := [*path.glob("*/config.json"), *path.glob("snapshots/*/config.json")]:  # of the hub's cache
                 newest = max(saved, key=lambda file: (len(file.parent.name), file)).parent
                 raise UserError(f"{key} has no config.json of its own", f"init_from={shlex.quote(str(newest))}")
+            for file in [*path.glob("*.gguf")] or [path]:
+                if what := defect(file):
+                    raise UserError(f"{key}: {file.name} {what}")
             raise UserError(
                 f"{key} cannot be opened as a {self.name}: it has no config.json; load it into "
                 f"transformers' {self.model_class}, and give the folder that save_pretrained writes, with its "
@@ -206,7 +209,9 @@ class SizedRecipe(Recipe):
             raise UserError(
                 f"the {cls.__name__} of this transformers has no recipe.attention=sdpa", "recipe.attention=eager"
             )
-        vocabulary = math.ceil(datasets.vocabulary / self.vocabulary_multiple) * self.vocabulary_multiple
+        # With adapters it stays as it is: peft would save a table of another size with them, which fits no base model.
+        multiple = 1 if self.lora.rank else self.vocabulary_multiple
+        vocabulary = math.ceil(datasets.vocabulary / multiple) * multiple
         options = self.config_options()
         if self.pretrained:
             return self.open_pretrained(cls, vocabulary, **options)

@@ -154,7 +154,8 @@ class LanguageRecipe(SizedRecipe):
     """Compute the loss in chunks: slower, but the fp32 logits never exist as a whole. auto: on a GPU, if they and
     their gradients take more than the free memory (torch 2.13 and later)."""
     vocabulary_multiple: int = 64
-    """Pad the vocabulary to a multiple of this, for tensor cores; 1: no padding. The loss is the same."""
+    """Pad the vocabulary to a multiple of this, for tensor cores; 1, or with ``lora``: no padding. The loss is the
+    same."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

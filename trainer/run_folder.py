@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class RunFolder:
         Every process of a job may call it, also before they know each other. ``uri`` is ``tracking.uri``, if it is set.
 
         Raises:
-            UserError: the folder does not exist, or MLflow cannot provide the run.
+            UserError: the folder does not exist, it is one of a run's, or MLflow cannot provide the run.
         """
         if is_in_mlflow(given):
             from trainer.tracking.fetch import fetch
@@ -73,8 +74,10 @@ class RunFolder:
             why = "this is a file" if path.exists() else f"there is no such {'file or ' * (key == 'init_from')}folder"
             which = "a file of weights, or a run" if key == "init_from" else "a run"
             around = next((str(run.path) for folder in path.parents if (run := run_of(folder))), "")
-            near = around or _example(path.parent, output_dir)
+            near = around or _example(path.parent, output_dir, key)
             raise UserError(f"{key}={given}: {why}; give {which} folder, such as {near}")
+        if (run := run_around(path)) and (key == "resume" or CHECKPOINTS in (path.name, path.parent.name)):
+            raise UserError(f"{key}={given} is inside of a run", shlex.quote(f"{key}={run.path}"))
         return cls(path)
 
     def options(self) -> dict[str, Any]:
@@ -159,10 +162,14 @@ class RunFolder:
         return Path(str(run_facts(self.path, "launch").get("folder", ""))) / Path(str(path)).expanduser()
 
 
-def _example(folder: Path, output_dir: str) -> str:
-    """Return a run in a folder, or in ``output_dir``: the newest; where there is none, what one is called."""
+def _example(folder: Path, output_dir: str, key: str = "resume") -> str:
+    """Return a run in a folder, or in ``output_dir``, that the option ``key`` takes: the newest.
+
+    Where there is none, what one is called.
+    """
     for place in (folder, Path(output_dir).expanduser()):
         runs = [path.parent for path in place.glob(f"*/{CONFIG_FILE}") if "precision.mode" in read_object(path)]
+        runs = [run for run in runs if ((run / BEST).is_dir() if key == "run" else steps(run / CHECKPOINTS))]
         if runs:
             return str(max(runs, key=lambda path: path.stat().st_mtime))
     return f"{output_dir}/gpt2-bf16-s0"
@@ -180,6 +187,15 @@ def run_of(path: Path) -> RunFolder | None:
         if "precision.mode" in read_object(folder / "config.json"):
             return RunFolder(folder)
     return None
+
+
+def run_around(path: Path) -> RunFolder | None:
+    """Return the run in whose folder another one is: that of its checkpoints, one of these, or ``best/``."""
+    if run_of(path) is not None and path.resolve().name != BEST:
+        return None
+    found = filter(None, map(run_of, path.absolute().parents[:2]))
+    run = next(found, None)
+    return run and RunFolder(Path(min(os.path.relpath(run.path), str(run.path), key=len)))
 
 
 def same_place(key: str, before: Any, now: Any) -> bool:

@@ -185,6 +185,7 @@ recipe=bignet | early_stopping.min_delta=0.1 | has no effect alone; set early_st
 recipe=bignet | optimizer.state=fp33 | -
 # earlier runs, and where a run goes
 recipe=gpt2 data=text data.path=notes.txt | init_from=empty | init_from=empty cannot be opened as a gpt2
+recipe=gpt2 data=text data.path=notes.txt | init_from=a.gguf | a.gguf is a GGUF file
 - | resume=nowhere | resume=nowhere: there is no such folder … outputs/gpt2-bf16-s0
 recipe=bignet | resume=True | ; set resume=auto
 - | resume=true | ; set resume=auto
@@ -204,13 +205,15 @@ SMALL = {"recipe=bignet": ["recipe.layers=2", "recipe.width=16"], "recipe=gpt2":
 @pytest.fixture
 def files(folder: Path) -> Path:
     """What users have beside their runs."""
-    for name in ("empty", "runs/mine", "exported"):
+    for name in ("empty", "runs/mine/checkpoints/step-00000001", "exported"):
         (folder / name).mkdir(parents=True)
+    (folder / "runs/mine/checkpoints/step-00000001/manifest.json").touch()
     (folder / "runs/mine/config.json").write_text('{"precision.mode": "bf16"}')
     (folder / "exported/config.json").write_text('{"model_type": "gpt2"}')
     (folder / "docs.jsonl").write_text('{"text": "a row of words"}\n' * 900)
     for name in ("notes.txt", "LICENSE"):
         (folder / name).write_text("one two three four five\n" * 900)
+    (folder / "a.gguf").write_text("GGUF and more")
     return folder
 
 

@@ -19,6 +19,8 @@ from trainer.config import external_recipes
 from trainer.config.commands import new_run_command
 from trainer.config.compose import compose
 from trainer.config.registration import flatten, key_of
+from trainer.errors import UserError
+from trainer.run.command import _with_accepted
 from trainer.run_folder import PATHS
 
 FAST = ["steps=2", "batch_size=4", "eval_samples=4", "log_every=1", "profiler=none", "tracking=local"]
@@ -119,3 +121,12 @@ def test_options_that_a_change_makes_meaningless_are_left_out(
     _, arguments = typed(new_run_command(folder / "outputs/bignet-fp16-s0", changed))
     assert {*changed} <= {*arguments}
     assert {key_of(each) for each in typed_before} - {key_of(each) for each in arguments} == gone
+
+
+def test_a_remedy_that_mends_more_does_not_bring_back_the_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the command that resumes a run without another option, where that option would mend what is wrong, too."""
+    more = {"data.path=x": UserError("gone", "data=digits", "data.path=y", mistake="data.path=x")}
+    monkeypatch.setattr("trainer.run.command.refusal", lambda line: next(filter(None, map(more.get, line)), None))
+    error = UserError("no", "resume=run", mistake="resume=run data=digits")
+    mended = _with_accepted(error, ["resume=run", "data=digits", "data.path=x"])
+    assert mended.remedies == ("resume=run data.path=y",)

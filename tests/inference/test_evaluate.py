@@ -49,6 +49,18 @@ def test_the_best_metrics_of_the_run_come_out_again(name: str, here: Path, tmp_p
     found = results(tmp_path)["metrics"]
     assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-6)
     assert f"loss {expected['loss']:.4f}" in done.out
+    assert "warning" not in done.out
+
+
+@pytest.mark.parametrize("split", ["valid", "train"])
+def test_data_that_has_changed_since_training_is_said(split: str, here: Path, tmp_path: Path) -> None:
+    run = shutil.copytree("outputs/chars", tmp_path / "run")
+    text = tmp_path / "edited.txt"
+    text.write_text(Path("text.txt").read_text().replace("lazy", "calm"))
+    options = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(options | {"data.path": str(text)}))
+    said = {typed: evaluate(f"run={run}", f"split={split}", *typed.split()).out for typed in ("", "recipe.context=8")}
+    assert ["warning" in out for out in said.values()] == [True, False]  # another context asks for other samples
 
 
 def test_results_are_in_the_run_folder_unless_another_is_given(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from tests.inference.conftest import photo, script
 
 TABLE = """
 EVALUATE run=photos | - | the folder has no config.json, so it is no run and no exported model
-EVALUATE run=empty | - | has no weights in empty/best: it has not ended; finish it with:
+EVALUATE run=empty | - | has no weights in empty/best: it has no checkpoint either
 EVALUATE run=unsaved | - | it was trained with checkpoint=none, which keeps none
 EVALUATE run=foreign | - | names a model of type mamba, which no recipe has
 EVALUATE run=mlflow:a/b | - | is not a valid run; use run=mlflow:RUN_ID
@@ -34,7 +34,7 @@ EVALUATE PHOTOS | data=digits | the class '0', which the model was not trained o
 EVALUATE PHOTOS | recipe.mean=[0,0,0] | recipe.mean has no effect: run=outputs/images normalises
 EVALUATE PHOTOS | path=photos | -
 EVALUATE PHOTOS | split=test | there is none in imagefolder (training photos,
-generate prompt=λ run=outputs/chars | - | 'λ' (1 in all); remove them from this text, or train with
+generate prompt=λ run=outputs/chars | - | 'λ' (1 in all) … or train a new model, without init_from
 generate prompt=a GPT2 max_new_tokens=4 | temperature=-1 | must be at least 0 and finite
 generate prompt=a GPT2 max_new_tokens=4 | top_p=0 | must be above 0 and at most 1
 generate prompt=a GPT2 max_new_tokens=4 | data=text | has no effect on a model that is trained

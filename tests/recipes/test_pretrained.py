@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -127,6 +129,18 @@ def own_loss(trainer: Trainer) -> float:
     batch = trainer.datasets.valid.batch([SampleId(index, None) for index in range(8)])
     output = trainer.recipe.loss(trainer.model.eval(), batch)
     return float(output.loss_sum) / trainer.recipe.count_targets(batch)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own
+def test_adapters_of_a_vocabulary_that_would_be_padded_open_on_their_base_model(folder: tuple[str, Path]) -> None:
+    recipe, path = folder
+    trainer = trainer_of(*options(recipe, path, "recipe.lora.rank=2"))
+    trainer.recipe.export(trainer.model, trainer.datasets, path.parent / "best")
+    kind = getattr(transformers, trainer.recipe.model_class)  # type: ignore[attr-defined]
+    adapter = PeftModel.from_pretrained(kind.from_pretrained(path), str(path.parent / "best" / "adapter"))
+    assert sum(".lora_" in name for name in adapter.state_dict()) == sum(
+        ".lora_" in name for name in trainer.model.state_dict()
+    )
 
 
 def test_it_starts_with_the_loss_that_transformers_computes(folder: tuple[str, Path]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -64,21 +65,30 @@ def read_weights(
         entries = shortened(list(map(str, content)), 5) or "no dict"
         raise UserError(f"{key} holds no dict of named tensors ({entries}); {_WANTED}")
     entry, state = next(iter(states.items()))
+    loaded = f"torch.load({str(files[0])!r}, map_location='cpu', weights_only=True)"
+    if files[0].suffix == ".safetensors":
+        loaded = f"safetensors.torch.load_file({str(files[0])!r})"
+    loaded += f"[{entry!r}]" if entry else ""
+    one = "save the one that you want, and give that: torch.save({}, 'weights.pth')"
     if len(states) > 1:
-        one = f"torch.load({str(files[0])!r}, map_location='cpu', weights_only=True)[{entry!r}]"
         raise UserError(
-            f"{key} holds several dicts of named tensors ({', '.join(map(str, states))}); save the one that you want, "
-            f"and give that: torch.save({one}, 'weights.pth')"
+            f"{key} holds several dicts of named tensors ({', '.join(map(str, states))}); {one.format(loaded)}"
         )
     if not any(map(_WRAPPERS.search, names)):
         state = {_WRAPPERS.sub("", name): tensor for name, tensor in state.items()}
     found = _prefixes(state, names)
     if len(found) > 1:
-        raise UserError(f"{key} holds the weights of this model more than once ({', '.join(found)}); {_WANTED}")
+        part = f"{{name: each for name, each in {loaded}.items() if name.startswith({found[0]!r})}}"
+        is_whole = len(files) == 1 and any(name.startswith(found[0]) for name in states[entry])  # no shards, no wrapper
+        to_do = one.format(part) if is_whole else _WANTED
+        raise UserError(f"{key} holds the weights of this model more than once ({', '.join(found)}); {to_do}")
     if not found:
-        theirs, ours = (shortened(list(some), 3) for some in (state, names))
+        theirs, ours = (
+            shortened([name for name in some if name not in others], 3)
+            for some, others in ((state, names), (names, state))
+        )
         raise UserError(
-            f"{key}: the weights are of another model: none of its names ({theirs}) is one of this model ({ours})",
+            f"{key}: the weights are of another model, with other names ({theirs}) than those of this one ({ours})",
             *remedies(state),
         )
     (prefix,) = found
@@ -99,14 +109,17 @@ def _is_state(content: Any) -> bool:
 
 
 def _prefixes(there: Collection[str], names: Collection[str]) -> list[str]:
-    """Return the prefixes without which most of the names in a file are ``names``; the empty one alone if it is one."""
+    """Return the prefixes without which most of the names in a file are ``names``; the empty one alone if it is one.
+
+    None where they are less than half of either: parts of a model, such as its blocks, have names of their own.
+    """
     fits: Counter[str] = Counter()
     for name in there:
         parts = name.split(".")
         ends = (".".join(parts[first:]) for first in range(len(parts)))
         fits.update(name.removesuffix(end) for end in ends if end in names)
     most = max(fits.values(), default=0)
-    best = [prefix for prefix in fits if fits[prefix] == most]
+    best = [prefix for prefix in fits if fits[prefix] == most and 2 * most >= min(len(names), len(there))]
     return [""] if "" in best else best
 
 
@@ -120,6 +133,8 @@ def defect(file: Path) -> str:
         head = opened.read(30)
     if head.startswith(b"version https://git-lfs"):
         return _BEGINNINGS[b"version https://git-lfs"]
+    if head.startswith(b"GGUF"):
+        return "is a GGUF file, of llama.cpp; give a folder that save_pretrained wrote"
     if not re.fullmatch(r"(pytorch_)?model.*\.(safetensors|bin)", file.name):
         return ""
     try:
@@ -171,7 +186,9 @@ def _files(path: Path, key: str) -> list[Path]:
         raise UserError(f"{key} is file {int(part[2])} of {int(part[3])}", f"init_from={shlex.quote(str(path.parent))}")
     for index in sorted(path.glob("*.index.json")):
         return _present([*read_object(index).get("weight_map", {}).values()], path, index.name, key)
-    files = [file for file in sorted(path.iterdir()) if file.suffix in SUFFIXES and file.is_file()]
+    held = [file for file in sorted(path.iterdir()) if file.is_file()]
+    files = [file for file in held if file.suffix in SUFFIXES]
+    files = files or [file for file in held if file.suffix in (".gguf", *_OTHERS)]  # whose kind is said as it is opened
     for part in filter(None, (_SHARD.fullmatch(file.name) for file in files)):
         stem, _, count, suffix = part.groups()
         names = [f"{stem}-{number:0{len(count)}}-of-{count}{suffix}" for number in range(1, int(count) + 1)]
@@ -209,4 +226,6 @@ def _open(file: Path) -> Any:
     """Return what a file holds, mapped into memory where it can be."""
     if file.suffix == ".safetensors":
         return load_file(file)
-    return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of TorchScript, which is then refused
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))

@@ -29,7 +29,7 @@ from trainer.files import (
     run_facts,
 )
 from trainer.recipe import Decision, Recipe
-from trainer.run_folder import RunFolder, is_in_mlflow, run_of, to_continue
+from trainer.run_folder import RunFolder, is_in_mlflow, run_around, run_of, to_continue
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,10 @@ def adopt(composed: DictConfig, typed: Collection[str], name: str) -> tuple[Init
     given, resume = composed.init_from, composed.resume
     if given is None or resume not in NO_FOLDER:
         return None, {}
-    for folder in (path := Path(given).expanduser(), path.parent):
-        if folder.name == CHECKPOINTS and run_of(folder.parent):
-            typed = f"init_from={quote(str(folder.parent))}"
-            raise UserError(f"init_from={given} is inside of a run, whose best weights are taken", typed)
+    path = Path(given).expanduser()
+    if CHECKPOINTS in (path.name, path.parent.name) and (run := run_around(path)):
+        remedy = quote(f"init_from={run.path}")
+        raise UserError(f"init_from={given} is inside of a run, whose best weights are taken", remedy)
     # The recipe opens it itself: a hub id, a folder of another library, published weights.
     if "pretrained" in composed.recipe and not _names_run(given):
         if is_kept(given):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -20,6 +21,7 @@ from trainer.config import help
 from trainer.config.command_line import read, remedied
 from trainer.config.compose import refusal, with_all_values
 from trainer.config.explain import explained
+from trainer.config.registration import key_of
 from trainer.config.text import say
 from trainer.errors import Interrupted, RunError, UserError, first_line, redacted
 from trainer.parallel.world import check_launch, launched_processes, tell_torchrun
@@ -137,12 +139,18 @@ def _with_accepted(error: UserError, arguments: Sequence[str]) -> UserError:
             if other is None:
                 held.append((mended, wrong))
                 break
-            if not other.remedies or not other.mistake:
+            # What leads back to the mistake is no remedy.
+            others = [each for each in other.remedies if _keys(each).isdisjoint(_keys(wrong))]
+            if not others or not other.mistake:
                 break
-            mended, wrong = f"{mended} {other.remedies[0]}".strip(), f"{wrong} {other.mistake}".strip()
+            mended, wrong = f"{mended} {others[0]}".strip(), f"{wrong} {other.mistake}".strip()
         if held and held[0][1] != mistake:  # it mends more than one
             return UserError(error.problem, held[0][0], mistake=held[0][1], shared=error.shared)
     return UserError(error.problem, *(remedy for remedy, _ in held), mistake=mistake, shared=error.shared)
+
+
+def _keys(typed: str) -> set[str]:
+    return set(map(key_of, shlex.split(typed)))
 
 
 def _report(error: Exception | KeyboardInterrupt, of_sweep: str = "") -> int:

@@ -27,6 +27,7 @@ from trainer.config.registration import flatten
 from trainer.config.resume import check_record, check_same, planned, state_of
 from trainer.config.schema import Config
 from trainer.config.settle import MICRO, Plan, Settled, plan_of, settle
+from trainer.config.typed import anew
 from trainer.errors import (
     Interrupted,
     NonFiniteError,
@@ -35,7 +36,7 @@ from trainer.errors import (
     first_line,
     is_out_of_memory,
 )
-from trainer.files import SAME, TOKENIZER, add_run_facts, in_use, read_json
+from trainer.files import BEST, SAME, TOKENIZER, add_run_facts, in_use, read_json
 from trainer.hardware import detect, threads
 from trainer.parallel.world import tasks_alone
 from trainer.precision import kernels
@@ -198,12 +199,18 @@ def _checkpoint_of(folder: RunFolder, plan: Plan) -> tuple[Path | None, str]:
         step = folder.summary()["failure"]["step"]
         raise NonFiniteError(f"{folder.path} turned non-finite at step {step}; remove the folder to repeat the run")
     check_same(folder, plan.recorded, flatten(plan.config), plan.config.overrides)
-    checkpoint = store.find_verified(folder.checkpoints)
+    try:
+        checkpoint = store.find_verified(folder.checkpoints)
+    except UserError as error:
+        best = folder.path / BEST
+        remedies = anew(folder, best, plan.config.overrides) if any(best.glob("*.safetensors")) else []
+        raise UserError(error.problem, *remedies, mistake="resume=") from error
     check_record(folder, read_json(checkpoint / STATE_FILE)["progress"].get("options"))
     manifest = read_manifest(checkpoint)
     step, steps = manifest["step"], plan.steps
-    # A run that was killed at its end has taken all steps, but its export and its summary may be missing.
-    if state != "complete":
+    # A run that was killed at its end has taken all steps, but its export and its summary may be missing; or the export
+    # was removed since.
+    if state != "complete" or (folder.summary().get("best") and not (folder.path / BEST).is_dir()):
         if step > steps:
             problem = f"steps={steps}, but {folder.path} was stopped after step {step}, and takes as many or more"
             raise UserError(problem, f"steps={step}", mistake="epochs=")

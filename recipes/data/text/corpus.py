@@ -141,7 +141,7 @@ class TextFiles(TokenizedText):
                 remedy = f"{typed(key, str(path.parent))} data.pattern={shlex.quote(path.name)}"
                 raise UserError(f"{key}={name}: there is no such file or folder", remedy)
             if not path.exists():
-                raise missing(f"{key}={name}", "data=python_docs")
+                raise missing(f"{key}={name}")
             if path.is_file() and (error := not_read(f"{key}={name}", path)):
                 raise error
 

@@ -62,13 +62,13 @@ def typed(key: str, value: str) -> str:
     return shlex.quote(f"{key}={as_typed(value)}")
 
 
-def missing(given: str, *remedies: str) -> UserError:
+def missing(given: str) -> UserError:
     """Return what is wrong with an option whose value names no file and no folder."""
     key, _, name = given.partition("=")
     path = Path(name).expanduser()
     near = nearest(path.name, [file.name for file in path.parent.glob("*")])
     problem = f"{given}: there is no such file or folder{near}; if it was moved, set {key}=… to its new place"
-    return UserError(problem, *remedies, mistake=typed(key, name))
+    return UserError(problem, mistake=typed(key, name))
 
 
 def not_read(given: str, path: Path, *reads: str) -> UserError | None:

@@ -153,7 +153,8 @@ class Characters(Tokenizer):
         if unknown := sorted(set().union(*texts) - self._ids.keys()):
             raise UserError(
                 f"not among the {self.label} of the training text: {''.join(unknown)!r:.60} ({len(unknown)} in all); "
-                "remove them from this text, or train with data.tokenizer=bytes, which has every character"
+                "remove them from this text, or train a new model, without init_from, with data.tokenizer=bytes, which "
+                "has every character"
             )
         return [self._table[np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)] for text in texts]
 

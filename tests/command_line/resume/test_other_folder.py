@@ -73,6 +73,9 @@ def test_data_that_were_moved_are_named_by_the_user(
     refused = train(f"resume={elsewhere}", "steps=4", "data.path=one.txt")
     assert (refused.code, "has changed since its last checkpoint" in refused.err) == (2, True), refused.err
     assert "training tokens were " in refused.err
+    Path("one.txt").unlink()
+    gone = train(f"resume={elsewhere}", "steps=4")
+    assert "set data.path=… to its new place\n" in gone.err  # and no other data, with which it would be another run
     succeed(f"resume={elsewhere}", "steps=4", "data.path=moved.txt")
     assert path_of(elsewhere) == "moved.txt"
     assert configure(RunOptions(str(elsewhere)).find(), []).config.data.path == "moved.txt"  # type: ignore[attr-defined]

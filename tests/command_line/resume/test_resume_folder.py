@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 
 import mantissa
+from inference.load import open_exported
 from tests.command_line.conftest import Train
 from trainer.config.compose import compose
 from trainer.config.registration import flatten
-from trainer.files import read_json_lines
+from trainer.errors import UserError
+from trainer.files import read_json_lines, read_object
 from trainer.run import start
 from trainer.run_folder import RunFolder
 
@@ -124,6 +126,48 @@ def test_a_record_that_was_edited_is_refused(run: Path, train: Train, succeed: T
     assert (refused.code, "seed is 5, and was 3; put back what it was" in refused.err) == (2, True), refused.err
     (run / "config.json").write_text(before)
     succeed("resume=elsewhere/1e3", "steps=8")
+
+
+@pytest.mark.parametrize("inner", ["checkpoints", "checkpoints/step-00000004", "best"])
+def test_a_folder_in_a_run_names_the_run(inner: str, run: Path, train: Train, succeed: Train) -> None:
+    refused = train(f"resume={run / inner}")
+    assert refused.code == 2
+    succeed(*shlex.split(refused.err.strip().rpartition("; set ")[2]))
+
+
+def test_a_run_that_is_suggested_can_be_resumed(run: Path, train: Train) -> None:
+    shutil.copytree(run, "elsewhere/newer", ignore=shutil.ignore_patterns("checkpoints"))
+    for given in ("elsewhere", "elsewhere/typo"):
+        assert train(f"resume={given}").err.endswith(", such as elsewhere/1e3\n")
+
+
+@pytest.mark.parametrize("edit", ["removed", "damaged"])
+def test_without_a_checkpoint_a_new_run_begins_from_the_best_weights(
+    edit: str, run: Path, train: Train, succeed: Train
+) -> None:
+    if edit == "removed":
+        shutil.rmtree(run / "checkpoints")
+    else:
+        for file in run.glob("checkpoints/*/model.safetensors"):
+            file.write_bytes(b"")
+    refused = train("resume=elsewhere/1e3", "steps=8")
+    assert refused.code == 2
+    typed = shlex.split(refused.err.strip().rpartition("; set ")[2])
+    assert {"init_from=elsewhere/1e3/best", "steps=8", "recipe.width=16"} <= {*typed}
+    succeed(*typed)
+
+
+def test_an_export_that_was_removed_comes_back(run: Path, succeed: Train) -> None:
+    def exported() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (run / "best").iterdir()}
+
+    before, best = exported(), read_object(run / "summary.json")["best"]
+    shutil.rmtree(run / "best")
+    with pytest.raises(UserError, match=r"it had them when it ended.*\n.* resume=elsewhere/1e3$"):
+        open_exported("elsewhere/1e3", Path("elsewhere/1e3"))
+    succeed("resume=elsewhere/1e3")
+    assert (exported(), read_object(run / "summary.json")["best"]) == (before, best)
+    assert "is already complete" in succeed("resume=elsewhere/1e3").out
 
 
 def test_a_stopped_run_that_has_taken_more_steps_says_how_many(run: Path, train: Train) -> None:

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shlex
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint
 from safetensors.torch import save_file
@@ -129,7 +131,12 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "optimizer.pt": (saved(ADAM), r"holds no dict of named tensors \(state, param_groups\); give what torch.save"),
     "tensor.pt": (saved(LONE), r"holds no dict of named tensors \(no dict\); give what torch.save"),
     "twins.pth": (saved(under("q.") | under("k.")), r"holds the weights of this model more than once \(q\., k\.\)"),
-    "other.pth": (saved({"wte": LONE}), r"none of its names \(wte\) .* \(stem.weight, stem.bias, norm.weight, …\)"),
+    "blocks.pth": (
+        saved({f"net.{index}.norm.{name}": LONE for index in range(3) for name in ("weight", "bias")}),
+        r"of another model, with other names \(net\.0\.norm\.weight, .*\) than those of this one \(stem\.weight, ",
+    ),
+    "other.pth": (saved({"wte": LONE}), r"other names \(wte\) .* \(stem.weight, stem.bias, norm.weight, …\)"),
+    "of llama.cpp": (folder({"README.md": text(""), "a.gguf": text("GGUF and more")}), "a.gguf is a GGUF file"),
     "nothing": (folder({"config.json": text("{}")}), r"holds no file of weights \(config.json\)"),
     "several": (folder({"a.pt": saved(STATE), "b.pt": saved(STATE)}), r"holds several files of weights \(a.pt, b.pt\)"),
     "part": (folder(dict([*SHARDS.items()][:2])), r"model-00002-of-00002.safetensors is missing, of the 2 files"),
@@ -151,17 +158,30 @@ def test_what_is_wrong_is_named_and_no_code_is_run(name: str, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     write, message = REFUSED[name]
     write(Path(name))
-    with pytest.raises(UserError, match=f"^init_from={name}.*{message.replace('{}', name)}"):
-        read_weights(Path(name), list(STATE), f"init_from={name}")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with pytest.raises(UserError, match=f"^init_from={name}.*{message.replace('{}', name)}"):
+            read_weights(Path(name), list(STATE), f"init_from={name}")
+    assert not warned
     assert not Path("it-ran").exists()
 
 
-def test_of_several_dicts_the_command_saves_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("two.pth", {"model": STATE, "model_ema": under("module."), "optimizer": ADAM}),
+        ("twins.pth", {"state_dict": under("q.") | under("k.") | {"queue": LONE}, "epoch": 1}),
+        ("twins.safetensors", under("q.") | {name: tensor + 1 for name, tensor in under("z.").items()}),
+    ],
+)
+def test_of_several_models_the_command_saves_one(
+    name: str, content: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    torch.save({"model": STATE, "model_ema": under("module."), "optimizer": ADAM}, "both.pth")
-    with pytest.raises(UserError, match=r"several dicts of named tensors \(model, model_ema\)") as refused:
-        read_weights(Path("both.pth"), list(STATE), "init_from")
-    exec(str(refused.value).rpartition(": ")[2], {"torch": torch})
+    (save_file if name.endswith(".safetensors") else torch.save)(content, name)
+    with pytest.raises(UserError, match=r"(several dicts|more than once).* save the one that you want") as refused:
+        read_weights(Path(name), list(STATE), "init_from")
+    exec(str(refused.value).partition("and give that: ")[2], {"torch": torch, "safetensors": safetensors})
     assert same_bits(read_weights(Path("weights.pth"), list(STATE), "init_from")[0], STATE)
 
 
