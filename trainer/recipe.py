@@ -202,8 +202,9 @@ class Recipe:
             collate_fn: as of torch's DataLoader.
 
         Raises:
-            UserError: data that cannot be batched, a sample with NaN or infinity (eight are looked at), or a 16-bit
-                model. A loss that is no mean is warned of.
+            UserError: data that cannot be batched, a sample with NaN or infinity (eight are looked at), a loss without
+                a gradient, or a 16-bit model. A loss that is no mean is warned of. What model and loss raise with the
+                first eight samples is a UserError of ``trainer.train``.
         """
         train, valid = UserDataset(train_dataset, collate_fn), UserDataset(valid_dataset, collate_fn)
         test = None if test_dataset is None else UserDataset(test_dataset, collate_fn)
@@ -394,7 +395,8 @@ class UserRecipe(Recipe):
         """Look at some samples: refuse those that are not finite, and warn where their summed loss is not a sum.
 
         Raises:
-            UserError: a weight has 16 bits, or a sample has NaN or infinity, and so has its loss.
+            UserError: a weight has 16 bits, a sample has NaN or infinity, and so has its loss, or the loss in training
+                has no gradient.
         """
         model = self.model if isinstance(self.model, nn.Module) else self.model()
         if half := [name for name, each in model.named_parameters() if each.dtype in (torch.float16, torch.bfloat16)]:
@@ -405,6 +407,11 @@ class UserRecipe(Recipe):
             for index, loss in losses.alone.items() if losses else ():
                 if not math.isfinite(loss) and (why := data.not_finite(index)):
                     raise UserError(f"{data.name}: sample {index} has {why}, so its loss is {loss}")
+        if not self._has_gradient(model, device):
+            raise UserError(
+                "the loss has no gradient, so nothing would train: look for .detach(), .item() and torch.no_grad "
+                "between the weights and it"
+            )
         if found and not math.isclose(found.together, found.total, rel_tol=1e-3, abs_tol=1e-6):
             empty = [index for index, loss in found.alone.items() if math.isnan(loss) and self.train.is_ignored(index)]
             if not empty and not math.isfinite(found.total):
@@ -416,6 +423,20 @@ class UserRecipe(Recipe):
                 "over the batch, or a LossOutput with sums; for a mean over tokens, count them with targets=",
                 stacklevel=3,
             )
+
+    def _has_gradient(self, model: nn.Module, device: torch.device) -> bool:
+        """Return whether the loss of some samples, in training, has a gradient, or no weight is to have one."""
+        generators = random_state(device)
+        samples = self.train.batch([SampleId(index, 0) for index in range(min(8, len(self.train)))])
+        try:
+            model = copy.deepcopy(model).train()
+            with torch.enable_grad():
+                loss = self.loss(model, {name: tensor.to(device) for name, tensor in samples.items()}).loss_sum
+        except Exception:  # such as of a layer that needs more samples; an error of any batch comes again
+            return True
+        finally:
+            set_random_state(generators, device)
+        return loss.requires_grad or not any(weight.requires_grad for weight in model.parameters())
 
 
 class Losses(NamedTuple):

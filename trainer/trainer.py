@@ -20,7 +20,7 @@ from trainer.config.settle import Settled, plan_of, settle
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.data.evaluation import Evaluation, Progress
 from trainer.data.loader import DataOrder, to_device
-from trainer.errors import UserError
+from trainer.errors import UserError, first_line
 from trainer.hardware import Hardware, detect, seed_everything, select
 from trainer.metrics import Metrics, reported
 from trainer.optim.ema import Average
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _RANK_STRIDE = 0x9E3779B9  # keeps the ranks' seeds apart from each other and from the next seeds' runs
 
+_TRIED = 8
+"""Samples with which a model and a loss of the user's own are tried."""
 _INSPECTED = 2
 """Samples of a forward pass that only inspects the model, or its shapes; batch norm cannot take statistics of one."""
 
@@ -153,9 +155,9 @@ class Trainer:
             self.decisions = self.config.source.load(self.recipe, model, self.datasets)
         return model.to(self.device)
 
-    def first_samples(self) -> Batch:
-        """Return the first samples, enough to inspect the model, or to know the shapes of a batch."""
-        return self.datasets.train.batch(self.order.samples(0, min(_INSPECTED, self.plan.batching.micro_batch_size)))
+    def first_samples(self, most: int = _INSPECTED) -> Batch:
+        """Return the first samples, by default enough to inspect the model, or to know the shapes of a batch."""
+        return self.datasets.train.batch(self.order.samples(0, min(most, self.plan.batching.micro_batch_size)))
 
     def _inspecting_forward(self, batch: Batch) -> LossOutput:
         """Take one forward pass over a batch, and restore the state of the generators."""
@@ -169,11 +171,11 @@ class Trainer:
         finally:
             set_random_state(generators, self.device)
 
-    def observe(self, *recorders: AbstractContextManager[Any]) -> None:
+    def observe(self, *recorders: AbstractContextManager[Any], most: int = _INSPECTED) -> None:
         """Take an eager forward pass in training over the first samples under the recorders, and change nothing."""
         model, training, benchmark = self.model, self.model.training, torch.backends.cudnn.benchmark
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        batch = self.first_samples()
+        batch = self.first_samples(most)
         try:
             model.train()
             torch.backends.cudnn.benchmark = False  # not worth it for a few samples
@@ -189,19 +191,24 @@ class Trainer:
                 for buffer, before in buffers:
                     buffer.copy_(before)
 
-    def check_batch_norm(self) -> None:
-        """Refuse microbatches of one sample where batch norm would normalise one value. Every rank has to call it.
+    def check_first_pass(self) -> None:
+        """Refuse what raises in a forward pass over the first samples. Every rank has to call it.
 
         Raises:
-            UserError: its statistics need a second sample.
+            UserError: statistics of batch norm need a second sample; or the model or the loss of ``Recipe.of`` raises.
         """
-        batching = self.plan.batching
-        if batching.micro_batch_size > 1 or not any(isinstance(each, _BatchNorm) for each in self.model.modules()):
+        batching, own = self.plan.batching, isinstance(self.recipe, UserRecipe)
+        normed = any(isinstance(each, _BatchNorm) for each in self.model.modules())
+        if not own and (batching.micro_batch_size > 1 or not normed):
             return
         try:
-            self.observe()
-        except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
+            self.observe(most=_TRIED if own else _INSPECTED)
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if "more than 1 value per channel" not in str(error) or batching.micro_batch_size > 1:
+                if own:
+                    raise UserError(self._raised(error), shared=True) from error
                 raise
             of_rank = batching.batch_size // batching.ranks
             divides = next((size for size in range(2, of_rank + 1) if of_rank % size == 0), None)
@@ -210,6 +217,21 @@ class Trainer:
                 f"micro_batch_size={divides}" if divides else f"micro_batch_size=2 batch_size={2 * batching.ranks}",
                 shared=True,
             ) from None
+
+    def _raised(self, error: Exception) -> str:
+        """Return what the loss raised, and for which of the first samples, where one alone raises it."""
+        what, which = f"{type(error).__name__}: {first_line(error)}", ""
+        samples = self.order.samples(0, min(_TRIED, self.plan.batching.micro_batch_size))
+        self.model.eval()  # batch norm takes no single sample in training
+        for sample in samples if self.device.type == "cpu" else ():  # a GPU may take no more calls after an error
+            try:
+                with torch.no_grad():
+                    self._inspecting_forward(self.datasets.train.batch([sample]))
+            except Exception as alone:
+                if f"{type(alone).__name__}: {first_line(alone)}" == what:
+                    which = f" for sample {sample.index} of the training data"
+                    break
+        return f"the loss raises {what}{which}"
 
     def check_sum(self) -> None:
         """Refuse a recipe whose loss is a mean, which training would divide once more. Every rank has to call it.

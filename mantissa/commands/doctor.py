@@ -7,6 +7,7 @@ import inspect
 import shlex
 import sys
 from importlib import import_module
+from pathlib import PurePath
 
 from torch import nn
 
@@ -28,6 +29,9 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     time_budget_s = seconds_of("--time-budget ", options.time_budget)
     module, _, name = options.function.partition(":")
+    if module.endswith(".py"):
+        meant = ".".join(PurePath(module).with_suffix("").parts)
+        raise UsageError(f"{options.function}: give the module, not its file: {meant}:{name or 'FUNCTION'}")
     try:
         function = getattr(import_module(module), name)
     except (ImportError, SyntaxError, AttributeError) as error:

@@ -16,7 +16,7 @@ from mantissa.doctor.finding import BLOCKED, ERROR, SCALE, UNDERFLOW, Cure, Exam
 from mantissa.formats import FP32, plain
 from mantissa.step.step import Replay, ReplayResult, Step
 from mantissa.step.trace import BACKWARD, FORWARD, Line, Op, Trace, is_checkpointed
-from mantissa.tensors import relative_error, storage
+from mantissa.tensors import numbers_in, relative_error, storage
 
 _NO_DERIVATIVE = tuple(f"{name}Backward" for name in ("Round", "Sign", "Floor", "Ceil", "Trunc", "Heaviside"))
 _SCALE = 2.0**12
@@ -65,32 +65,45 @@ def _zero_later(reference: Replay, step: Step) -> bool:
 def _unreached(replay: Replay, zero: Mapping[str, Tensor], absent: Mapping[str, Tensor]) -> list[Finding]:
     """Return why weights on which the loss depends get a gradient of 0, or none, from one forward pass.
 
-    Where the code itself says ``torch.no_grad``, it is meant: a generator, while its critic is trained.
+    Where the code itself says ``torch.no_grad``, it is meant: a generator, while its critic is trained. Nor is it a
+    mistake where the loss does not depend on what a weight computes, such as a pooler that a task does not use.
 
     Args:
         replay: in fp32.
         zero: weights with a gradient of 0: an operation without a derivative may be between them and the loss.
-        absent: weights without one, which the optimizer has: they may be read outside of autograd.
+        absent: weights without one, which the optimizer has: they, or what they compute, may be read outside of
+            autograd.
     """
     if not zero and not absent:
         return []
-    names = {storage(weight): name for name, weight in absent.items()}
+    carriers: dict[int, tuple[Tensor, set[str]]] = {storage(each): (each, {name}) for name, each in absent.items()}
+    """Weights and what was computed from them, by storage, which stays taken as long as the tensor is here."""
     reads: dict[str, str] = {}
 
     def note_reads(op: Op) -> None:
-        if op.is_view or op.is_mutable or op.in_backward:
+        carried = [(tensor, carriers[at][1]) for tensor in op.inputs if (at := storage(tensor)) in carriers]
+        if not carried or op.in_backward:
             return
-        for tensor in op.inputs:
-            detached = torch.is_grad_enabled() and not tensor.requires_grad
-            if storage(tensor) in names and (detached or (not torch.is_grad_enabled() and is_checkpointed())):
-                reads.setdefault(names[storage(tensor)], str(op.line or ""))
+        checkpointed = not torch.is_grad_enabled() and is_checkpointed()
+        if not torch.is_grad_enabled() and not checkpointed:
+            return
+        for tensor, names in carried if not (op.is_view or op.is_mutable) else ():
+            for name in names if checkpointed or not tensor.requires_grad else ():
+                reads.setdefault(name, str(op.line or ""))
+        everything = {name for _, names in carried for name in names}
+        for tensor in numbers_in(op.result):  # an order or a choice has no derivative, and is meant
+            _, known = carriers.setdefault(storage(tensor), (tensor, set()))
+            known |= everything
 
     trace = Trace(replay.model, note_reads, lines=True)
-    findings = _without_derivative(replay.forward(trace), trace, zero)
+    loss = replay.forward(trace)
+    findings = _without_derivative(loss, trace, zero)
+    _, reaching = carriers.get(storage(loss), (loss, set()))
+    reads = {name: reads[name] for name in absent if name in reads and name in reaching}
     if reads and not findings:
         detail = (
-            f"{listed(list(reads))}: the forward pass computes with it outside of autograd (.data, .detach(), or a "
-            "reentrant checkpoint of inputs that need no gradient), and the optimizer has it"
+            f"{listed(list(reads))}: the loss depends on it outside of autograd (.data, .detach(), or a reentrant "
+            "checkpoint of inputs that need no gradient), and the optimizer has it"
         )
         name, line = next(iter(reads.items()))
         module = name.rpartition(".")[0]

@@ -57,7 +57,7 @@ class Comparison:
             UsageError: there are too few seeds, the seed changes nothing, or the last digit is more than the margin.
         """
         if len(seeds) < PAIRS:
-            raise UsageError(f"a verdict needs more than {counted(len(seeds), 'seed')}; use 4 or more")
+            raise UsageError(f"a verdict needs more than {counted(len(seeds), 'seed')}; use {PAIRS} or more")
 
         def checked(arm: str, seed: int) -> Run:
             self._check_digits(store.runs)  # before more time is spent

@@ -14,7 +14,7 @@ from torch import nn
 
 from mantissa.display import counted, dtype_name, listed
 from mantissa.formats import FORMATS, FP8, TF32, Format, computing_in, scaled_number
-from mantissa.tensors import changed_by, measurable, moments, wide_dtype
+from mantissa.tensors import changed_by, local, measurable, moments, wide_dtype
 from mantissa.watch.hooks import Listener, observing
 from mantissa.watch.scale import LossScale
 
@@ -85,6 +85,8 @@ class FirstStep:
 
         # What stands before the update.
         self.gradients: Counter[torch.dtype] = Counter()
+        self.idle = False
+        """Whether the model's weights had no gradient when the optimizer stepped, or only gradients of 0."""
         self.sparse: list[str] = []
         self.in_autocast = self.unscaled = False
         """Whether the optimizer steps inside of an autocast that caches weights; whether gradients have no scale."""
@@ -131,6 +133,10 @@ class FirstStep:
         parameters = changed_by(self.optimizer)
         given = [parameter for parameter in parameters if parameter.grad is not None]
         self.gradients = Counter(parameter.grad.dtype for parameter in given if parameter.grad is not None)
+        trains = any(weight.requires_grad for weight in parameters)
+        trains = trains and all(id(weight) in self.names for weight in parameters)
+        values = [local(gradient) if measurable(gradient := weight.grad) else None for weight in given]
+        self.idle = trains and not any(value is None or bool(value.any()) for value in values)
         self.sparse = [self.names.get(id(dense), "a master") for dense in given if not measurable(dense.grad)]
         in_autocast = any(map(torch.is_autocast_enabled, {weight.device.type for weight in parameters}))
         self.in_autocast = in_autocast and torch.is_autocast_cache_enabled()
@@ -238,6 +244,9 @@ def _gradients(first: FirstStep, format: Format | None) -> Aspect:
     if first.updates > 1:
         times = f"The optimizer stepped {first.updates} times before watch.step"
         differences.append(f"{times}, which calls that one step: call it after each optimizer.step.")
+    if first.idle:
+        none = "When the optimizer stepped, no weight had a gradient" + (" other than 0" if first.gradients else "")
+        differences.append(f"{none}, so nothing trains: call backward before it, and zero_grad after.")
     passes = min(first.calls.values(), default=1)  # a shared module has more calls
     half = [dtype_name(dtype) for dtype in first.gradients if dtype.itemsize == 2]
     if half and passes > 1 and not first.masters and not (format and format.half_weights):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mantissa.display import counted
+from mantissa.display import counted, listed
 from mantissa.doctor.checks import ISLANDS, MANIFEST, RANGE, SWEEP
 from mantissa.doctor.examine import PRECISIONS, Report, examine
 from mantissa.errors import FormatError, NotFiniteError, UsageError, check_type, described
@@ -31,6 +31,8 @@ from mantissa.watch.scale import LossScale
 from mantissa.watch.setup import FirstStep, Setup, policies, read_setup, refuses_to_unscale
 from mantissa.watch.snapshot import Snapshot
 
+UNREACHED = 50
+"""Steps in which a weight has no gradient, from the first on, before that is said."""
 SKIPS = 10
 """Steps that a loss scaler skips, of the last ``2 x SKIPS - 1``, before that is a failure."""
 
@@ -124,6 +126,8 @@ class Watch:
         self.history: list[Measured] = []
         """Measurements of all metered steps."""
         self._told: set[str] = set()
+        self._unreached: list[nn.Parameter] | None = None
+        """Weights of the optimizer that have had no gradient so far; None: no update was looked at."""
         self._watching = True
         """Whether no step has failed yet, and the loop has not ended."""
         self._changes: int | None = None
@@ -240,7 +244,10 @@ class Watch:
         if self._metered and now.passes:
             self._start.compare(now.passes[0].generators)
         self._start.take_weights()
-        gradients = [weight.grad for weight in changed_by(self.optimizer) if weight.grad is not None]
+        weights = changed_by(self.optimizer)
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        unreached = weights if self._unreached is None else self._unreached
+        self._unreached = [weight for weight in unreached if weight.grad is None]
         now.skipped = getattr(self.optimizer, "found_inf", None)
         self._judge(are_finite(gradients, self._device, not self._start.later))
         if self._watching and (self.number + 1) % self._every == 0 and gradients:
@@ -332,6 +339,8 @@ class Watch:
         if self.setup is None and now.updates:
             self._first.updates, self._first.losses = now.updates, {number.dtype for number in losses}
             self._state_setup()
+        if self.number == UNREACHED:
+            self._name_unreached()
         if (self.number + 1) % self._every == 0:
             self.meters.begin()
 
@@ -359,6 +368,15 @@ class Watch:
         self.setup = read_setup(self._first, self._precision)
         if not self._ranks or dist.get_rank() == 0:
             self._say(str(self.setup))
+
+    def _name_unreached(self) -> None:
+        """Name the weights that the optimizer has, and that no gradient has reached."""
+        unreached = [weight for weight in self._unreached or () if weight.requires_grad]
+        names = [self._first.names[id(weight)] for weight in unreached if id(weight) in self._first.names]
+        if names and len(unreached) < len(changed_by(self.optimizer)):  # else the setup says it of all
+            cut = "look for .detach(), .data and no_grad between them and the loss"
+            meant = "if it is meant, leave them out of the optimizer"
+            self._once(f"No gradient has reached {listed(names)}, which the optimizer has: {cut}; {meant}.")
 
     def _learn(self, step: WatchedStep) -> None:
         """Take in the outcome of a step."""

@@ -52,6 +52,14 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 2))
 
 
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+OUTSIDE = [{"x": torch.ones(6), "y": torch.tensor(1 + index % 2)} for index in range(SAMPLES)]
+"""Samples of which every other one has a label that no output is for."""
+
+
 def mean(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
@@ -71,14 +79,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 3, 4])
 def test_batch_norm_is_told_before_a_run_which_microbatch_it_can_have(batch_size: int) -> None:
-    normed = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     options: Any = {"tracking": "local", "steps": 1, "batch_size": batch_size, "micro_batch_size": 1}
     with pytest.raises(UserError, match="micro_batch_size=1: batch norm") as refused:
-        train(own(model=normed), **options)
+        train(own(model=normed()), **options)
     assert not Path("outputs").exists()
     (remedy,) = refused.value.remedies
     train(
-        own(model=normed), **options | {key: int(size) for key, _, size in (w.partition("=") for w in remedy.split())}
+        own(model=normed()), **options | {key: int(size) for key, _, size in (w.partition("=") for w in remedy.split())}
     )
 
 
@@ -185,7 +192,7 @@ def test_an_interrupted_run_continues_as_if_it_had_not_been(capsys: pytest.Captu
     calls: list[int] = []
 
     def interrupting(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        calls.append(signal.raise_signal(signal.SIGINT) if len(calls) == 19 else None)  # type: ignore[func-returns-value, arg-type]
+        calls.append(signal.raise_signal(signal.SIGINT) if len(calls) == 21 else None)  # type: ignore[func-returns-value, arg-type]
         return mean(model, batch)
 
     with pytest.raises(KeyboardInterrupt, match=r'train\(Recipe.of\(…\), resume="outputs/own-fp32-s0"\)') as stopped:
@@ -308,6 +315,11 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "give them there": lambda: train("recipe=own"),
     "is a fresh process": lambda: compare(own(), arms=["fp32", "bf16"]),  # type: ignore[arg-type]
     "a scalar tensor": lambda: own(lambda model, batch: model(batch["x"])),
+    "the loss has no gradient": lambda: own(lambda model, batch: mean(model, batch).detach()),
+    "the loss raises ZeroDivisionError: division by zero": lambda: train(own(lambda m, b: 1 / 0), **OPTIONS),
+    r"raises IndexError: Target 2 is out of bounds. for sample \d": lambda: train(
+        own(data=OUTSIDE, model=normed()), **OPTIONS
+    ),
     "weight has 16 bits": lambda: own(model=net().half()),
     "give a map-style dataset": lambda: own(data=iter([])),
     "WeightedRandomSampler of a": lambda: own(data=DataLoader(Noisy(), sampler=WeightedRandomSampler([1.0], 1))),

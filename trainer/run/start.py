@@ -146,7 +146,7 @@ def _train(
             stack.callback(trainer.close)
             scores = Scores(trainer.config, trainer.metrics.lower_is_better)
             scores.check_known(trainer.metric_names, always=bool(trainer.metrics))
-            trainer.check_batch_norm()
+            trainer.check_first_pass()
             if saved is None:
                 trainer.check_sum()
 

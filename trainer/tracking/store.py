@@ -56,6 +56,8 @@ _SETTINGS = {
 }
 _SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 _WORKSPACES = ("databricks", "databricks-uc", "uc")
+_ADDRESS = re.compile(r"[\w.-]+:\d+(/[\w./-]*)?")
+"""A server's ``host:port``, perhaps with a path."""
 
 
 def configured_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
@@ -92,10 +94,11 @@ def configured_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
     if uri in _WORKSPACES:
         return uri
     shown = redacted(uri) if separator or "@" not in uri else "***"
-    database = "sqlite:///file.db" if separator or "@" in uri else f"sqlite:///{uri}"
+    meant = "sqlite:///file.db" if separator or "@" in uri else f"sqlite:///{uri}"
+    if _ADDRESS.fullmatch(uri):
+        meant = f"http://{uri}"
     raise UserError(
-        f"{key}={shown} is not a URI that MLflow supports, such as http://host:port",
-        shlex.quote(f"{option}={database}"),
+        f"{key}={shown} is not a URI that MLflow supports, such as http://host:port", shlex.quote(f"{option}={meant}")
     )
 
 

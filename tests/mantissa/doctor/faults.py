@@ -990,6 +990,13 @@ FAULTS = {
     "a weight outside of autograd": Fault(
         BLOCKED, "gain", "bf16", lambda: Own(lambda own, x: own.gain.data * x, gain=gain()), line="data * x"
     ),
+    "what a weight computes, outside of autograd": Fault(
+        BLOCKED,
+        "gain",
+        "bf16",
+        lambda: Own(lambda own, x: (own.gain * x).detach() + x, gain=gain()),
+        line="detach() + x",
+    ),
     "an absurd label": Fault(
         INPUT,
         "batch['y'], sample 5",

@@ -50,6 +50,19 @@ def critic(model: nn.Module, batch: Batch) -> Tensor:
     return F.softplus(judge(made)).mean() + F.softplus(-judge(batch["x"])).mean()
 
 
+class Unused(nn.Module):
+    """A network with a pooler, as BERT's, whose result is looked at and has no part in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.pooler, self.seen = Own(), nn.Linear(8, 8), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.pooler(x).detach().norm()
+        result: Tensor = self.net(x)
+        return result
+
+
 def solved_at_first() -> list[Batch]:
     """Batches of which the first has a loss of 0, which says nothing of the others."""
     batches = regression()
@@ -171,6 +184,7 @@ HEALTHY: dict[str, Healthy] = {
         optimizer=adam(),
         precisions=BOTH,
     ),
+    "a part that the loss does not use": Healthy(Unused),
     "a first loss of 0": Healthy(batches=solved_at_first, optimizer=adam(), precisions=BOTH),
     "a loss below 0": Healthy(
         loss=lambda model, batch: 0.1 - model(batch["x"]).mean(), optimizer=sgd(0.3), precisions=BOTH

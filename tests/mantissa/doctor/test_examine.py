@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mantissa
 from mantissa import UsageError
+from mantissa.__main__ import main
 from mantissa.doctor.checks import COMPILES, HALF_WEIGHTS, TABLE
 from mantissa.doctor.diagnosis import HEALTHY, INCOMPLETE
 from mantissa.doctor.finding import DTYPE, ERROR, INPUT, LOST, MOMENT, OVERFLOW, RATE
@@ -461,3 +462,8 @@ def test_a_command_that_is_printed_can_be_pasted(tmp_path: Path) -> None:
 MINE = """def made():
     return Own(), error, regression()
 """
+
+
+def test_a_file_in_the_place_of_its_module_is_answered_with_the_module(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "tools/train.py:example"]) == 2
+    assert capsys.readouterr().err.endswith(": tools.train:example\n")

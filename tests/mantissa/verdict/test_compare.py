@@ -194,6 +194,15 @@ def test_a_mistake_that_no_run_shows_is_found_before_any_run(commands: Commands,
     assert len(commands.ran()) == 2 * 4
 
 
+def test_too_few_seeds_are_told_how_many_are_enough(commands: Commands, capsys: pytest.CaptureFixture[str]) -> None:
+    arms = [commands.base(), commands.like("same")]
+    assert commands.compare(*arms, "--seeds", "2") == 2
+    enough = re.search(r"use (\d+) or more", capsys.readouterr().err)
+    assert enough
+    assert commands.compare(*arms, "--seeds", enough[1]) != 2
+    assert enough[1] == "3"
+
+
 def test_digits_that_are_too_few_for_a_verdict_are_a_mistake_as_soon_as_they_show(
     commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:

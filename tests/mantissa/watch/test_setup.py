@@ -117,6 +117,14 @@ def clipped(unscales: bool, largest: float = 1.0) -> Callable[[torch.optim.Optim
     return step
 
 
+def after_zero_grad(set_to_none: bool) -> Callable[[torch.optim.Optimizer, Any], None]:
+    def step(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+        optimizer.zero_grad(set_to_none)
+        optimizer.step()
+
+    return step
+
+
 # Optimizers.
 
 
@@ -205,6 +213,8 @@ DIFFERENCES: list[Row] = [
         {"precision": "bf16", "autocast": BF16, "change": lambda net: setattr(net, "island", True)},
         {"change": None},
     ),
+    (("no weight had a gradient, so", "zero_grad after"), {"step": after_zero_grad(True)}, {"step": plain}),
+    (("had a gradient other than 0", "nothing trains"), {"step": after_zero_grad(False)}, {"step": plain}),
     (("inside of autocast", "leave it before"), {"step": inside}, {"step": plain}),
     (("inside of autocast", "whose cache"), {"step": inside}, {"step": inside_without_cache}),
     (("no loss scale", "use a GradScaler, and give it to Watch"), HALF | {"scale": None}, {"scale": 4096}),

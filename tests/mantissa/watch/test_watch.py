@@ -19,6 +19,7 @@ from mantissa.errors import UsageError
 from mantissa.formats import FORMATS
 from mantissa.watch.meters import are_finite
 from mantissa.watch.passes import loss_in
+from mantissa.watch.watch import UNREACHED
 from tests.mantissa.bits import same_bits
 
 BAD = 7
@@ -328,6 +329,35 @@ def test_a_batch_without_targets_is_named_where_the_loss_is_not_finite() -> None
     training.batch = lambda number: (torch.rand(6, 4), torch.full((6,), -100))  # type: ignore[method-assign]
     training.step(2)
     assert "the training goes on. All targets of a batch are" in training.said[-1]
+
+
+@pytest.mark.parametrize("change", ["none", "late", "frozen"])
+def test_weights_that_no_gradient_reaches_are_named_once_and_no_others(change: str) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.all = nn.ModuleList(nn.Linear(4, 1) for _ in range(2))
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            output: Tensor = self.all[int(change == "late" and self.calls == UNREACHED)](x)
+            return output.square().mean()
+
+    net, said = Experts(), list[str]()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    net.all[1].requires_grad_(change != "frozen")
+    watch = mantissa.Watch(net, optimizer, say=said.append)
+    for _ in range(UNREACHED + 2):
+        loss = net(torch.ones(2, 4))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        watch.step(loss)
+    watch.close()
+    named = [line for line in said if "No gradient has reached" in line]
+    assert len(named) == (change == "none")
+    assert all("2 parameters (all.1.weight, all.1.bias)" in line for line in named)
 
 
 @pytest.mark.parametrize(("steps", "words"), [(0, "saw no step of its optimizer"), (3, "saw 3 steps of its optimizer")])
