@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from mantissa.tensors import local
 from trainer import files
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.schema import MANIFEST_FILE
+from trainer.checkpoint.schema import InvalidCheckpoint, read_manifest, write_manifest
 from trainer.checkpoint.store import Checkpoint, CheckpointNotWritten, Snapshot
 from trainer.errors import NonFiniteError
-from trainer.files import read_json, write_json
 from trainer.hardware import kind_of
 from trainer.parallel.world import World
 
@@ -93,9 +92,9 @@ class CheckpointWriter:
         try:
             if run is not None:
                 self._flush_log(run)
-                manifest = checkpoint.path_of(self.folder, step) / MANIFEST_FILE
-                write_json(manifest, read_json(manifest) | {"score": score} | run)
-        except OSError as error:
+                folder = checkpoint.path_of(self.folder, step)
+                write_manifest(folder, read_manifest(folder) | {"score": score} | run)
+        except (OSError, InvalidCheckpoint) as error:
             log.warning("the score of step %d was not saved (%s); training continues", step, error)
         self.prune()
         self.world.all_reduce_max(0)  # the others wait: they will look for the best checkpoint
