@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import Field, is_dataclass
 from typing import Any
 
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
@@ -32,9 +32,10 @@ def explained(where: str = "") -> Iterator[None]:
 def _explained(error: BaseException, where: str) -> UserError:
     """Return what was wrong with the command line, or with a YAML file it composes, and what to type instead."""
     chain: list[Any] = [error]
-    # Hydra does not always say ``from``; behind a ``UserError`` are those of another command line, which is mended.
-    while (behind := chain[-1].__cause__ or chain[-1].__context__) and not isinstance(behind, UserError):
-        chain.append(behind)
+    if isinstance(error, ConfigCompositionException) and error.__cause__ is None:  # Hydra does not say ``from`` here
+        chain += filter(None, [error.__context__])
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
     cause, text = chain[-1], "\n".join(map(str, chain))
     if isinstance(cause, MissingConfigException) and cause.missing_cfg_file and cause.options:
         return _missing(cause.missing_cfg_file, [name for name in cause.options if not name.endswith("_schema")], where)

@@ -196,9 +196,9 @@ def test_a_second_signal_ends_the_wait_for_the_checkpoint_and_not_the_summary(
 ) -> None:
     close = Run._close
 
-    def interrupted_again(run: Run, status: str) -> None:
+    def interrupted_again(run: Run, *given: Any) -> None:
         monkeypatch.setattr(run.writer, "finish", lambda: signal.raise_signal(signal.SIGINT))
-        close(run, status)
+        close(run, *given)
 
     monkeypatch.setattr(Run, "_close", interrupted_again)
     done = train(*RUN, "eval_every=4")
