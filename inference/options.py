@@ -79,7 +79,7 @@ class GenerateOptions(RunOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.prompt:
-            raise UserError("missing required option: prompt, the beginning of a text", "prompt='def '")
+            raise UserError("missing required option: prompt=…, the beginning of a text")
         check_range("temperature", self.temperature, "[0, inf)")
         check_range("top_p", self.top_p, "(0, 1]")
 

@@ -204,7 +204,7 @@ def _at_fault(sweep: Sweep, step: Step, broken: FormatTrial, budget: Budget) -> 
     meet = broken.status == RAISES and ", " in finding.dtype
     if meet:
         finding = _that_meet(step, broken, finding)
-    elif finding.op == CAST and finding.dtype in map(dtype_name, HALF):
+    elif not half and finding.op == CAST and finding.dtype in map(dtype_name, HALF):  # else islands come first
         finding = replace(finding, candidates=(*finding.candidates, *cast_cures(step)))
 
     # What wider formats say of it.

@@ -277,7 +277,7 @@ compare PAIR | --max_steps=40 | ; set steps=40
 doctor TINY | chekc=formats | ; set check=formats
 evaluate run=outputs/ended | optimizer.lr=1 | has no effect on a model that is trained; leave it out
 compare PAIR | optimzer=adamw | -
-compare PAIR | arm.typo=precison=bf16 | arm typo: precison is not a key of the config; did you mean 'precision'?
+compare PAIR | arm.typo=precison=fp16 | arm typo: precison is not a key of the config; did you mean 'precision'?
 compare TINY arms=fp32 | arm.fp32=precision=bf16 | the arm fp32 appears twice
 compare TINY | arms=fp32 arm.same=precision=fp32 | is the same as the baseline
 compare TINY arms=fp32 | arm.b=precision=bf16,fp16 | -

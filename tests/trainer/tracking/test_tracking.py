@@ -218,7 +218,7 @@ def test_the_tracking_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     [
         ("tracking.upload_timeout_s=-1", "tracking.upload_timeout_s="),
         ("tracking.flush_every_s=0", "tracking.flush_every_s="),
-        ("tracking.checkpoints=best", "=auto|last|all|none"),
+        ("tracking.checkpoints=best", "(auto, last, all, none)"),
         ("tracking=local tracking.register=net", "tracking.register=net has no effect"),
         ("tracking.uri='htp://me:s3cret@host'", "=htp://***@host"),
         ("tracking.uri='me:s3cret@host'", "tracking.uri=***"),
