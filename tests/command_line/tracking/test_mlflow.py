@@ -209,7 +209,7 @@ def test_a_server_that_does_not_answer_neither_slows_nor_fails_a_run(
             opened.close("FINISHED", {"loss": 1.0})
     (warning,) = [message for message in caplog.messages if "upload incomplete" in message]
     assert f"{silent} lacks this run: no answer within 1.5 s" in warning
-    assert f"python scripts/sync.py {folder / 'run'}" in warning
+    assert f"scripts/sync.py {folder / 'run'}" in warning
     assert opened.run.run_id is None
     assert len((folder / "run" / "metrics.jsonl").read_text().splitlines()) == 500
     summary = json.loads((folder / "run" / "summary.json").read_text())
