@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -326,8 +327,9 @@ def test_a_folder_that_is_not_whole_is_refused(name: str, tmp_path: Path, monkey
 
 
 def test_a_body_without_a_head_gets_one_and_what_is_left_out_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(logging.getLogger("mantissa"), "propagate", True)  # a terminal of an earlier test took it
     write_model("bert", tmp_path / "model")
     BertModel.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "model")
     caplog.clear()
