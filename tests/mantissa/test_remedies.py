@@ -134,7 +134,7 @@ VALUES: list[tuple[str, str, str, list[str]]] = [
     ],
     (GATE, "report=", "margin=3, report=", ["0.003"]),
     (GATE, "report=", "margin=0, report=", ["0.003"]),
-    (GATE, "report=", "seeds=2, report=", ["4"]),
+    (GATE, "report=", "seeds=2, report=", ["3"]),
 ]
 
 
@@ -172,7 +172,7 @@ COMMANDS: list[tuple[str, str, str]] = [
         "print digits and a decimal point",
         f"compare 'echo loss 1{{seed}}23.5' 'echo loss 1{{seed}}23.6' {METRIC}",
     ),
-    (f"{SAME_OTHER} --seeds 2", "use 4 or more", f"{SAME_OTHER} --seeds 4"),
+    (f"{SAME_OTHER} --seeds 2", "use 3 or more", f"{SAME_OTHER} --seeds 3"),
     (f"{SAME_OTHER} --margin 3", "such as 0.003", f"{SAME_OTHER} --margin 0.003"),
     *[
         (f"compare 'echo loss 2.{{seed}}' 'echo loss 2.{{seed}}' {METRIC}", advice, f"{right} --report another")

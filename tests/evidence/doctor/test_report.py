@@ -18,10 +18,9 @@ from evidence.doctor import command
 from evidence.doctor.plots import MOST
 from evidence.doctor.step import step_of
 from mantissa.doctor.budget import Budget
-from mantissa.doctor.cures import islands_text
 from mantissa.doctor.diagnosis import Diagnosis, diagnose
 from mantissa.doctor.examine import take
-from mantissa.doctor.finding import Examined, Finding
+from mantissa.doctor.finding import Cure, Examined, Finding
 from mantissa.doctor.fp16_range import Exponents, Range
 from mantissa.doctor.module_errors import LocalError
 from mantissa.doctor.report import lines, opening
@@ -46,7 +45,7 @@ def found(overflow: Diagnosis, tmp_path: Path) -> Diagnosis:
     budget = Budget(1, overflow.taken.step)
     budget.spent = dict(overflow.budget.spent)
     taken = replace(overflow.taken, folder=tmp_path / "run")
-    return replace(overflow, taken=taken, budget=budget, examined=dict(overflow.examined))
+    return replace(overflow, taken=taken, budget=budget, examined=dict(overflow.examined), not_asked=[])
 
 
 def written(diagnosis: Diagnosis) -> Path:
@@ -87,8 +86,8 @@ def test_the_files(found: Diagnosis, tmp_path: Path) -> None:
 
 def test_the_page_says_what_the_terminal_says(found: Diagnosis) -> None:
     name = "a<script>&\"'"
-    text = islands_text(found.step.remedies, ["*.ln", "1.wo", "0.10"], "+1.2 MiB", minimal=True)
-    finding = replace(found.findings[0], cure=(text,))
+    islands = Cure(found.step.remedies.modules(["*.ln", "1.wo", "0.10"]), found.step, about="+1.2 MiB")
+    finding = replace(found.findings[0], cure=(str(islands),))
     other = Finding("underflow", "backward", name, "fp16", path=(name,), cure=(name,))
     fault = replace(found.faults[0], held=())
     found.faults = [replace(fault, trial=replace(fault.trial, finding=told)) for told in (finding, other)]

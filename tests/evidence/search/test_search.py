@@ -163,7 +163,7 @@ def test_a_run_that_turns_non_finite_has_failed_and_the_search_goes_on(outputs: 
 
 def test_a_metric_that_does_not_exist_is_refused_before_training(searched: Callable[..., str], outputs: Path) -> None:
     with pytest.raises(
-        UserError, match=r"^metric=valid/top1 is not a metric of this recipe; set metric to one of valid/loss"
+        UserError, match=r"^metric=valid/top1 is not a metric of this recipe \(valid/loss\); set metric=valid/loss"
     ):
         searched(LR, "metric=valid/top1")
     assert runs(outputs) == []
