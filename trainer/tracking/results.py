@@ -68,7 +68,7 @@ def best_lines(log: Path, summary: dict[str, Any]) -> list[dict[str, Any]]:
     evaluated = [line for line in lines if best and line["step"] == best["step"] and LOSS in line]
     valid = [_line(line, **{name: line[name] for name in line if name.startswith("valid/")}) for line in evaluated[-1:]]
     test = {f"test_{name}": value for name, value in summary.get("test", {}).items()}
-    return [*valid, *[_line(lines[-1], **test)] * bool(valid and test)]
+    return [*valid, *([_line(lines[-1], **test)] if valid and test else [])]  # a run may have ended before any line
 
 
 def _line(of: dict[str, Any], **values: float | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.tracked import save
 from trainer.files import write_json
-from trainer.tracking.results import description, summary_lines
+from trainer.tracking.results import best_lines, description, summary_lines
 from trainer.tracking.tracked_run import TrackedRun
 
 LINES: list[dict[str, object]] = [
@@ -71,3 +71,8 @@ def test_the_note_has_the_command_to_continue_if_possible(tmp_path: Path, status
     assert note
     assert ("resume=mlflow:r" in note) == resumable
     assert ("with more `steps=`" in note) == (status == "FINISHED")
+
+
+def test_a_run_that_ended_before_its_first_line_has_no_results(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    assert summary_lines(tmp_path / "metrics.jsonl", {}) == best_lines(tmp_path / "metrics.jsonl", {}) == []
