@@ -125,11 +125,11 @@ class Course:
         Raises:
             LeftOutError: there is no time to train.
         """
-        if not self.count and self.start.different is None:
+        if self.start.different is not None:  # nothing changes weights
+            return None
+        if not self.count:
             seconds = 2 * _FEWEST * seconds_to_train(self.start, self._budget, _TRAININGS)
             raise LeftOutError(f"set {self.start.remedies.time_budget.format(max(seconds, self._budget.seconds + 1))}")
-        if not self.count:
-            return None
         standard = self._standard(Cure("", self.start), self.start)
         return explosion(self.start, standard.batches, standard.exact, lambda: self._budget.left() > 0, failed=True)
 
