@@ -47,7 +47,10 @@ class LossScale:
     def inverse(self, correction: float) -> Tensor | None:
         """Return the factor (fp32 scalar) that turns a gradient of the scaled loss into the true one; None: it is 1.
 
-        ``correction`` is a further factor that the gradient needs, see ``Precision.loss_divisor``.
+        ``correction`` is a further factor that the gradient needs, see ``Precision.loss_divisor``. To multiply by it is
+        what ``GradScaler.unscale_`` does. In a loop that leaves unscaling to the fused optimizer the kernel divides by
+        the scale instead: the same bits if the scale is a power of two, as it is by default; else up to one unit in the
+        last place of a gradient.
         """
         if self.recovers:
             return (self.scale.to(self._wide).reciprocal() * correction).float()
