@@ -133,9 +133,8 @@ class SizedRecipe(Recipe):
             if saved := [*path.glob("*/config.json"), *path.glob("snapshots/*/config.json")]:  # of the hub's cache
                 newest = max(saved, key=lambda file: (len(file.parent.name), file)).parent
                 raise UserError(f"{key} has no config.json of its own", f"init_from={shlex.quote(str(newest))}")
-            for file in [*path.glob("*.gguf")] or [path]:
-                if what := defect(file):
-                    raise UserError(f"{key}: {file.name} {what}")
+            if what := defect(path):
+                raise UserError(f"{key}: {path.name} {what}")
             raise UserError(
                 f"{key} cannot be opened as a {self.name}: it has no config.json; load it into "
                 f"transformers' {self.model_class}, and give the folder that save_pretrained writes, with its "

@@ -55,7 +55,7 @@ def largest_micro_batch(overrides: Sequence[str], memory_bytes: int) -> LargestB
     Every trial is a fresh process, in which an allocation beyond it fails (see ``trial.fits``). A step has two
     microbatches where ``batch_size`` has more than one: the second runs with the gradients of the first in memory. The
     whole batch of the run comes first. From there the search goes to the forecast, then up or down in steps that double
-    until it has a size that fits and one that does not, and then bisects. A Ctrl-C prints what is known by then.
+    until it has a size that fits and one that does not, and then bisects.
 
     Args:
         overrides: as for scripts/train.py, without ``micro_batch_size``. Never tried: more samples than the data has.
@@ -75,29 +75,17 @@ def largest_micro_batch(overrides: Sequence[str], memory_bytes: int) -> LargestB
         samples_of_step = 2 * size if size < batch_size else size
         return merge_overrides(overrides, [f"micro_batch_size={size}", f"batch_size={samples_of_step}"])
 
-    fitting, too_large = 0, 0  # the largest that is known to fit, the smallest that is known not to
-
     def fits(multiples: int) -> bool:
-        nonlocal fitting, too_large
         size = multiple * multiples
         fitted = trial.fits(sized(size), limit_bytes)
-        fitting, too_large = (size, too_large) if fitted else (fitting, size)
         of_run = ", the whole batch of the run" if size == batch_size else ""
         beyond = f", beyond batch_size={batch_size}" if size > batch_size else of_run
         print(f"micro_batch_size={size} {'fits' if fitted else 'does not fit'}{beyond}", flush=True)
         return fitted
 
     most = min(_LARGEST, samples) // multiple
-    try:
-        guess = _first_guess(sized, limit_bytes)
-        search(fits, min(max(1, batch_size // multiple), most), max(1, guess // multiple), most)
-    except KeyboardInterrupt:
-        if fitting:
-            known = LargestBatch(fitting, batch_size, multiple)
-            print(f"\nknown so far: micro_batch_size={fitting} fits; paste:\n{known.overrides}", flush=True)
-        elif too_large:
-            print(f"\nknown so far: micro_batch_size={too_large} does not fit", flush=True)
-        raise
+    guess = _first_guess(sized, limit_bytes)
+    fitting = multiple * search(fits, min(max(1, batch_size // multiple), most), max(1, guess // multiple), most)
     if not fitting:
         raise UserError(f"not even micro_batch_size={multiple} fits into {size(limit_bytes)}; {REMEDY}")
     return LargestBatch(fitting, batch_size, multiple)

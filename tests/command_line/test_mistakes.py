@@ -185,7 +185,6 @@ recipe=bignet | early_stopping.min_delta=0.1 | has no effect alone; set early_st
 recipe=bignet | optimizer.state=fp33 | -
 # earlier runs, and where a run goes
 recipe=gpt2 data=text data.path=notes.txt | init_from=empty | init_from=empty cannot be opened as a gpt2
-recipe=gpt2 data=text data.path=notes.txt | init_from=a.gguf | a.gguf is a GGUF file
 - | resume=nowhere | resume=nowhere: there is no such folder … outputs/gpt2-bf16-s0
 recipe=bignet | resume=True | ; set resume=auto
 - | resume=true | ; set resume=auto
@@ -213,7 +212,6 @@ def files(folder: Path) -> Path:
     (folder / "docs.jsonl").write_text('{"text": "a row of words"}\n' * 900)
     for name in ("notes.txt", "LICENSE"):
         (folder / name).write_text("one two three four five\n" * 900)
-    (folder / "a.gguf").write_text("GGUF and more")
     return folder
 
 

@@ -100,30 +100,6 @@ def test_trials_are_steps_as_training_takes_them(
     assert not [micro for micro, _ in seen if micro % multiple or micro > 455]
 
 
-@pytest.mark.parametrize(
-    ("fitting", "said"),
-    [
-        (True, "known so far: micro_batch_size=8 fits; paste:\nmicro_batch_size=8 batch_size=8"),
-        (False, "=8 does not fit"),
-    ],
-)
-def test_an_interrupted_search_tells_what_it_knows(
-    fitting: bool, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = iter([fitting])
-
-    def fits(overrides: list[str], limit_bytes: int) -> bool:
-        if (answer := next(answers, None)) is None:
-            raise KeyboardInterrupt
-        return answer
-
-    monkeypatch.setattr(trial, "fits", fits)
-    monkeypatch.setattr(max_batch, "_first_guess", lambda sized, limit: 4)
-    with pytest.raises(KeyboardInterrupt):
-        largest_micro_batch([*BIGNET, "batch_size=8"], 100 * 2**20)
-    assert capsys.readouterr().out.rstrip().endswith(said)
-
-
 def test_a_memory_budget_is_an_amount_of_memory() -> None:
     budgets = {"8GiB": 2**33, "1.5MiB": 3 * 2**19, "500MB": 5 * 10**8, "device": 2**33}
     assert {text: parse_memory_budget(text, GPU) for text in budgets} == budgets

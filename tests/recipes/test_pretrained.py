@@ -308,7 +308,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
         edited(lambda state: {name: each.log() if "wpe" in name else each for name, each in state.items()}),
         r"1 tensor \(transformer.wpe.weight\) with NaN or infinities",
     ),
-    "cut shard": (sharded, "model-00001-of-00004.safetensors is cut off"),
+    "cut shard": (sharded, "model-00001-of-00004.safetensors cannot be read"),
     "own code": (of_own_code, "it brings code of its own, which is not run"),
     "quantized": (configured(quantization_config={"quant_method": "gptq", "bits": 4}), r"are quantized \(gptq\)"),
     "adapters": (lambda path: write_json(path / "adapter_config.json", {}), "holds adapters of peft; merge them"),

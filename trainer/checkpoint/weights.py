@@ -22,19 +22,10 @@ from trainer.files import read_object
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 """Suffixes of files of weights."""
 _WANTED = 'give what torch.save(model.state_dict(), "weights.pth") writes, or a .safetensors file'
-_BEGINNINGS = {
-    b"version https://git-lfs": "is a pointer of Git LFS; git lfs pull gets it",
-    **dict.fromkeys((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"), "is compressed; unpack it"),
-    b"GGUF": f"is a GGUF file, of llama.cpp; {_WANTED}",
-    b"\x89HDF": f"is an HDF5 file, as of Keras; {_WANTED}",
-    b"<": f"is a page of HTML or XML; {_WANTED}",
-}
-"""What a file is that begins so, and what to do."""
-_OTHERS = {".onnx": "of ONNX", ".msgpack": "of Flax", ".tflite": "of TensorFlow", ".pb": "of TensorFlow"}
-"""Suffixes of other programs' files, which begin in many ways."""
+_ONE = 'save the one that you want by torch.save(…, "weights.pth"), and give that'
+_POINTER = b"version https://git-lfs"
 _WRAPPERS = re.compile(r"(?<=\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Modules that torch puts around a part of a model: compiled, sharded or recomputed."""
-_SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)(\.\w+)")
 
 Remedies = Callable[[Mapping[str, Tensor]], Sequence[str]]
 """Takes named tensors that do not fit a model, and returns what to type so that they fit, as for a ``UserError``."""
@@ -65,23 +56,13 @@ def read_weights(
         entries = shortened(list(map(str, content)), 5) or "no dict"
         raise UserError(f"{key} holds no dict of named tensors ({entries}); {_WANTED}")
     entry, state = next(iter(states.items()))
-    loaded = f"torch.load({str(files[0])!r}, map_location='cpu', weights_only=True)"
-    if files[0].suffix == ".safetensors":
-        loaded = f"safetensors.torch.load_file({str(files[0])!r})"
-    loaded += f"[{entry!r}]" if entry else ""
-    one = "save the one that you want, and give that: torch.save({}, 'weights.pth')"
     if len(states) > 1:
-        raise UserError(
-            f"{key} holds several dicts of named tensors ({', '.join(map(str, states))}); {one.format(loaded)}"
-        )
+        raise UserError(f"{key} holds several dicts of named tensors ({', '.join(map(str, states))}); {_ONE}")
     if not any(map(_WRAPPERS.search, names)):
         state = {_WRAPPERS.sub("", name): tensor for name, tensor in state.items()}
     found = _prefixes(state, names)
     if len(found) > 1:
-        part = f"{{name: each for name, each in {loaded}.items() if name.startswith({found[0]!r})}}"
-        is_whole = len(files) == 1 and any(name.startswith(found[0]) for name in states[entry])  # no shards, no wrapper
-        to_do = one.format(part) if is_whole else _WANTED
-        raise UserError(f"{key} holds the weights of this model more than once ({', '.join(found)}); {to_do}")
+        raise UserError(f"{key} holds the weights of this model more than once ({', '.join(found)}); {_ONE}")
     if not found:
         theirs, ours = (
             shortened([name for name in some if name not in others], 3)
@@ -129,70 +110,50 @@ def defect(file: Path) -> str:
         return "is a link to nothing; copy it with cp -rL" if file.is_symlink() else "is missing"
     if file.is_dir():
         return ""
-    with file.open("rb") as opened:
-        head = opened.read(30)
-    if head.startswith(b"version https://git-lfs"):
-        return _BEGINNINGS[b"version https://git-lfs"]
-    if head.startswith(b"GGUF"):
-        return "is a GGUF file, of llama.cpp; give a folder that save_pretrained wrote"
-    if not re.fullmatch(r"(pytorch_)?model.*\.(safetensors|bin)", file.name):
-        return ""
     try:
-        _open(file)
+        if _begins(file, _POINTER) or re.fullmatch(r"(pytorch_)?model.*\.(safetensors|bin)", file.name):
+            _open(file)
     except Exception as error:  # of the system, pickle, torch or safetensors
-        return _why(file, head, error)
+        return _why(file, error)
     return ""
 
 
-def _why(file: Path, head: bytes, error: Exception) -> str:
-    """Return why a file that begins with ``head`` cannot be opened, as a predicate."""
-    if not head:
-        return "is empty"
-    if what := next((what for begins, what in _BEGINNINGS.items() if head.startswith(begins)), None):
-        return what
-    if file.suffix in _OTHERS:
-        return f"is a file {_OTHERS[file.suffix]}; {_WANTED}"
-    # A safetensors file begins with the length of its header, which is JSON.
-    short = head[8:9] == b"{" and 8 + int.from_bytes(head[:8], "little") > file.stat().st_size
-    if short or "not fully covered" in str(error) or (head.startswith(b"PK") and not zipfile.is_zipfile(file)):
-        return f"is cut off, at {file.stat().st_size:,} bytes; copy it again"
+def _begins(file: Path, text: bytes) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(len(text)) == text
+
+
+def _why(file: Path, error: Exception) -> str:
+    """Return why a file cannot be opened, as a predicate."""
+    if _begins(file, _POINTER):
+        return "is a pointer of Git LFS; git lfs pull gets it"
     # Keep only the reason, the first sentence: torch's next ones advise to run the file's code.
     why = re.split(r"(?<=\S)\.(?: |$)", first_line(error.__context__ or error))[0]
-    return f"cannot be read as safetensors or torch's ({why}); {_WANTED}"
+    size = f"{file.stat().st_size:,} bytes"
+    return f"cannot be read as safetensors or torch's ({size}: {why}); copy it again, or {_WANTED}"
 
 
 def _files(path: Path, key: str) -> list[Path]:
-    """Return the file of weights, or in a folder that file, or the shards that transformers' index, or a name, counts.
+    """Return the file of weights, or in a folder that file, or the shards that transformers' index names.
 
     Raises:
         UserError: there is none, or one of several, or they are in a form that cannot be read without running code.
     """
     if path.suffix == ".distcp" or any(path.glob("*.distcp")):
-        folder = path if path.is_dir() else path.parent
-        command = shlex.join(
-            ["python", "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", str(folder), "weights.pth"]
-        )
+        folder = shlex.quote(str(path if path.is_dir() else path.parent))
         raise UserError(
             f"{key} is a checkpoint of torch.distributed.checkpoint, whose .metadata may run code; if you trust it, "
-            f"make a file of it, and give that: {command}"
+            "make a file of it, and give that: "
+            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} weights.pth"
         )
-    if path.name.endswith(".index.json"):
-        path = path.parent
-    part = _SHARD.fullmatch(path.name)
-    if path.is_file():
-        if part is None:
-            return [path]
-        _files(path.parent, key)  # names what is missing there
-        raise UserError(f"{key} is file {int(part[2])} of {int(part[3])}", f"init_from={shlex.quote(str(path.parent))}")
+    if not path.is_dir():
+        return [path]
     for index in sorted(path.glob("*.index.json")):
-        return _present([*read_object(index).get("weight_map", {}).values()], path, index.name, key)
-    held = [file for file in sorted(path.iterdir()) if file.is_file()]
-    files = [file for file in held if file.suffix in SUFFIXES]
-    files = files or [file for file in held if file.suffix in (".gguf", *_OTHERS)]  # whose kind is said as it is opened
-    for part in filter(None, (_SHARD.fullmatch(file.name) for file in files)):
-        stem, _, count, suffix = part.groups()
-        names = [f"{stem}-{number:0{len(count)}}-of-{count}{suffix}" for number in range(1, int(count) + 1)]
-        return _present(names, path, part[0], key)
+        shards = sorted({path / name for name in read_object(index).get("weight_map", {}).values()})
+        if missing := [shard.name for shard in shards if not shard.is_file()]:
+            raise UserError(f"{key} lacks {shortened(missing, 3)}, which {index.name} names; copy what is left there")
+        return shards
+    files = [file for file in sorted(path.iterdir()) if file.suffix in SUFFIXES and file.is_file()]
     # Beside a file of these names, transformers and accelerate keep the optimizer's state.
     files = [file for file in files if file.name in ("model.safetensors", "pytorch_model.bin")][:1] or files
     if len(files) != 1:
@@ -202,23 +163,12 @@ def _files(path: Path, key: str) -> list[Path]:
     return files
 
 
-def _present(names: Collection[str], folder: Path, named_by: str, key: str) -> list[Path]:
-    """Return the shards of these names. Raises UserError where one is missing, which ``named_by`` speaks of."""
-    shards = [folder / name for name in sorted({*names})]
-    if missing := [shard.name for shard in shards if not shard.is_file()]:
-        which = f"{missing[0]} is" if len(missing) == 1 else f"{len(missing)} files ({shortened(missing, 3)}) are"
-        raise UserError(f"{key}: {which} missing, of the {len(shards)} files of {named_by}; copy what is left there")
-    return shards
-
-
 def open_file(file: Path, key: str) -> Mapping[Any, Any]:
     """Return the dict that a file holds; empty if it holds something else. No code of the file is run."""
     try:
         content = _open(file)
     except Exception as error:  # of the system, pickle, torch or safetensors
-        with file.open("rb") as opened:
-            why = _why(file, opened.read(30), error)
-        raise UserError(f"{key} cannot be opened as weights: {file.name} {why}") from error
+        raise UserError(f"{key} cannot be opened as weights: {file.name} {_why(file, error)}") from error
     return content if isinstance(content, Mapping) else {}
 
 

@@ -92,17 +92,13 @@ def said(uri: str) -> Exception:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ((401, {}, "log in"), "asks for credentials (401); set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"),
-        (
-            (403, {}, "not you"),
-            "the server forbids it (403: not you); if it asks for credentials, set MLFLOW_TRACKING_",
-        ),
+        ((401, {}, "log in"), "refuses it (401: log in); set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"),
+        ((403, {}, "not you"), "refuses it (403: not you); set MLFLOW_TRACKING_"),
         ((403, {}, "Invalid Host header"), "start it with --allowed-hosts"),
         (
             (302, {"location": "https://sso.org/in?next=s3cret"}),
-            "it sends to https://sso.org/in?***; if that is a page",
+            "answers 302 with no text, and sends to https://sso.org/in?***",
         ),
-        ((301, {"location": "https://m.org/api/2.0/mlflow/experiments/search"}), "it sends to https://m.org; "),
         ((200, {"content-type": HTML}, "<html>"), "no MLflow server: it answers 200 with text/html"),
         ((404, {"content-type": HTML}, "<html>"), "no MLflow server: it answers 404 with text/html"),
         ((404, {"content-type": "application/json"}, '{"detail": 1}'), "it answers 404 with application/json"),
@@ -121,18 +117,9 @@ def test_what_may_pass_is_no_mistake() -> None:
     assert not isinstance(said(f"http://127.0.0.1:{free_port()}"), UserError)
 
 
-def test_credentials_that_are_refused_are_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "s3cret")
-    with answering(401, {}) as uri:
-        assert str(said(uri)).startswith("the server does not accept the credentials in MLFLOW_TRACKING_")
-
-
-def test_the_other_scheme_and_an_unknown_certificate(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with answering(200, {}, "{}") as uri:
-        assert str(said(uri.replace("http", "https"))) == f"the server there speaks http: use {uri}"
+def test_an_unknown_certificate(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with answering(200, {}, "{}", certificate) as uri:
-        assert str(said(uri.replace("https", "http"))) == f"the server there speaks https: use {uri}"
-        assert "set MLFLOW_TRACKING_SERVER_CERT_PATH=FILE to trust it" in str(said(uri))
+        assert "set MLFLOW_TRACKING_SERVER_CERT_PATH=FILE" in str(said(uri))
         monkeypatch.setenv("MLFLOW_TRACKING_SERVER_CERT_PATH", str(certificate))
         connect(uri)  # the remedy
 
