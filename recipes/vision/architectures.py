@@ -64,21 +64,6 @@ def build(arch: str, image_size: int, classes: int) -> nn.Module:
     return model
 
 
-def nearest_by_size(parameters: int, most: int = 8) -> list[str]:
-    """Return torchvision's architectures whose published weights have about so many parameters, the nearest first.
-
-    RegNets are left out: they are not built without their memory.
-    """
-    import torchvision
-
-    def distance(arch: str) -> int:
-        published = [*torchvision.models.get_model_weights(arch)]
-        return abs(published[0].meta["num_params"] - parameters) if published else parameters
-
-    names = torchvision.models.list_models(module=torchvision.models)
-    return sorted((name for name in names if not name.startswith("regnet")), key=distance)[:most]
-
-
 def new_weights(arch: str, image_size: int, classes: int, before: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return random weights that have nothing to do with those of another model of this architecture.
 
