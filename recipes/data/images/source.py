@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,8 +14,6 @@ from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import add_run_facts
 from trainer.recipe import DataSource
-
-log = logging.getLogger("mantissa")
 
 
 @dataclass(kw_only=True)
@@ -99,9 +95,6 @@ class ImageSource(DataSource):
         for part in parts.values():
             part.image_size, part.stored_side = image_size, shorter_side
         check_decoded(where, parts["training"])
-        if joined := _joined(classes):
-            message = "%s: the class %s is made of others (%s): an image has one label, so this is a class of its own"
-            log.warning(message, where, *joined)
         *first, last = (f"{len(part):,} {name}" for name, part in parts.items())
         return ImageDatasets(
             parts["training"],
@@ -113,12 +106,3 @@ class ImageSource(DataSource):
             image_size=image_size,
             **about,
         )
-
-
-def _joined(classes: Sequence[str]) -> tuple[str, str] | None:
-    """Return a class whose name joins those of others, and these; None: there is none."""
-    for name in classes:
-        parts = [part for part in re.split(r"[\s,;|+&/_]+", name) if part]
-        if len(parts) > 1 and {*parts} <= {*classes}:
-            return name, shortened(parts)
-    return None
