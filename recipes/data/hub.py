@@ -18,7 +18,7 @@ from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.documents import Text, split
-from recipes.data.text.files import TRIED_BYTES, encoding_of, is_text, not_read, typed
+from recipes.data.text.files import encoding_of, is_text, not_read, typed
 from recipes.data.text.pretrained import local_path, opening
 from trainer.errors import UserError, check_choice, first_line
 
@@ -242,7 +242,8 @@ class Hub(TokenizedText, ImageSource):
             except (datasets.exceptions.DatasetGenerationError, UnicodeDecodeError) as error:
                 cause = error.__cause__ or error
                 if file and isinstance(cause, UnicodeDecodeError):
-                    raise _not_utf8(f"data.name={self.name}", file) from error
+                    what = encoding_of(file) or "no text"
+                    raise UserError(f"data.name={self.name} is {what}; write it anew in UTF-8") from error
                 if table and isinstance(cause, ArrowInvalid) and not self.text_column:
                     why = f"a column has text after thousands of rows without any ({first_line(cause)})"
                     raise UserError(f"data.name={self.name}: {why}; name the text's: data.text_column=…") from error
@@ -317,15 +318,6 @@ class Hub(TokenizedText, ImageSource):
             remedies = [f"data.valid_split={self.train_split}"] if key == "valid_split" else [""]
             raise UserError(f"{problem}; name a split that has labels", *remedies, mistake=f"data.{key}={choice}")
         return numbers
-
-
-def _not_utf8(given: str, file: Path) -> UserError:
-    """Return the error of a file that is not UTF-8."""
-    with file.open("rb") as opened:
-        encoding = encoding_of(opened.read(TRIED_BYTES))
-    if encoding is None:
-        return UserError(f"{given} cannot be opened: it is not text")
-    return UserError(f"{given} cannot be opened: it is {encoding}; write it anew in UTF-8")
 
 
 def table_options(path: Path) -> dict[str, Any]:

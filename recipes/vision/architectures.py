@@ -151,19 +151,12 @@ def check_size(arch: str, image_size: int, classes: int, train_size: int | None 
                 "",
                 mistake=mistake,
             ) from error
-        remedies = ["recipe.image_size=224"] if image_size != 224 and takes(arch, 224, classes) else []
-        raise UserError(f"recipe.arch={arch} cannot take images of {image_size} × {image_size}", *remedies) from error
+        raise UserError(
+            f"recipe.arch={arch} cannot take images of {image_size} × {image_size}; set recipe.image_size=… to what it "
+            "was made for, most often 224"
+        ) from error
     if not isinstance(output, torch.Tensor) or output.shape != (1, classes):
         raise UserError(f"recipe.arch={arch} is no classifier: it has no head with a number of classes")
-
-
-def takes(arch: str, image_size: int, classes: int) -> bool:
-    """Return whether an architecture can take images of a size; see ``check_size``."""
-    try:
-        check_size(arch, image_size, classes)
-    except UserError:
-        return False
-    return True
 
 
 def _is_block(cls: type) -> bool:

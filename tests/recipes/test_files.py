@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.data.text.files import encoding_of, not_read
+from recipes.data.text.files import encoding_of_bytes, not_read
 from trainer.config.command_line import remedied
 from trainer.config.compose import accepts
 
@@ -44,12 +44,12 @@ def test_what_to_open_instead_takes_the_place_of_what_was_typed(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-le", "utf-16-be", "cp1252"])
-def test_the_encoding_of_a_text_is_found(encoding: str) -> None:
+def test_the_encoding_of_bytes_a_text_is_found(encoding: str) -> None:
     content = WORDS.encode(encoding)
-    assert encoding_of(content) == encoding
-    assert encoding_of(content[:55]) == encoding  # which ends within a character of utf-8
+    assert encoding_of_bytes(content) == encoding
+    assert encoding_of_bytes(content[:55]) == encoding  # which ends within a character of utf-8
 
 
 @pytest.mark.parametrize("content", [b"\x93NUMPY\x01\0" + bytes(range(256)), WORDS.encode() + b"\0", bytes(999)])
 def test_what_is_no_text_has_no_encoding(content: bytes) -> None:
-    assert encoding_of(content) is None
+    assert encoding_of_bytes(content) is None

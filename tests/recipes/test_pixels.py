@@ -167,13 +167,3 @@ def test_images_that_show_nothing_are_warned_of(kind: str, tmp_path: Path, caplo
     with caplog.at_level(logging.WARNING, "mantissa"):
         ImageFolder(path=str(tmp_path)).images(8)
     assert ("are of one colour, nearly black or equal, as the model sees them" in caplog.text) == (kind != "different")
-
-
-def test_where_no_image_can_be_decoded_the_start_says_so(tmp_path: Path) -> None:
-    write(tmp_path, "{cat,dog}/{4}.png")
-    for file in tmp_path.rglob("*.png"):
-        file.write_bytes(b"no image")
-    with pytest.raises(UserError, match="none of 3 images looked at can be decoded"):
-        ImageFolder(path=str(tmp_path)).images(8)
-    images = ImageFolder(path=str(write(tmp_path, "cat/{40}.png")), on_error="skip")  # of which the few are passed over
-    assert len(images.images(8).train)

@@ -220,33 +220,16 @@ class DecodedImages(Images):
         return sorted(sides)[len(sides) // 2] if sides else None
 
 
-def check_decoded(where: str, images: Images) -> None:
-    """Decode a few images, and warn where one has one colour only, is nearly black, or equals another one.
-
-    Args:
-        where: the option that names the data, for messages.
-        images: of which four are looked at.
-
-    Raises:
-        UserError: none of them can be decoded.
-    """
+def show_nothing(images: Images) -> bool:
+    """Return whether one of a few decoded images has one colour only, is nearly black, or equals another one."""
     if not isinstance(images, DecodedImages):
-        return
-    seen, errors = [], []
+        return False
+    seen = []
     for index in range(0, len(images), -(-len(images) // 4)):
-        try:
+        with suppress(UserError):  # a damaged one is seen later
             seen.append(np.asarray(images.image(index).resize((64, 64))))
-        except UserError as error:  # a damaged one is seen later
-            errors.append(str(error).removesuffix(f"; {REMEDY}"))
-    if not seen and images.on_error == "skip":
-        images.decoded(0)  # others may be decoded
-        return
-    if not seen:
-        raise UserError(f"{where}: none of {len(errors)} images looked at can be decoded: {errors[0]}")
     alike = len({image.tobytes() for image in seen}) < len(seen)
-    if alike or any((image == image[0, 0]).all() or image.max() < 20 for image in seen):  # 12 bits of 16
-        message = "%s: some images are of one colour, nearly black or equal, as the model sees them; look at a few"
-        logging.getLogger("mantissa").warning(message, where)
+    return alike or any((image == image[0, 0]).all() or image.max() < 20 for image in seen)  # 12 bits of 16
 
 
 def scale(images: Tensor, size: int) -> Tensor:

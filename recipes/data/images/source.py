@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 
 from mantissa.display import shortened
 from recipes.data.images.augment import ImageAugment
-from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD, Images, check_decoded
+from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD, Images, show_nothing
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import add_run_facts
@@ -94,7 +95,9 @@ class ImageSource(DataSource):
             raise UserError(f"{where} has too few images of each class: none can be kept for validation")
         for part in parts.values():
             part.image_size, part.stored_side = image_size, shorter_side
-        check_decoded(where, parts["training"])
+        if show_nothing(parts["training"]):
+            message = "%s: some images are of one colour, nearly black or equal, as the model sees them; look at a few"
+            logging.getLogger("mantissa").warning(message, where)
         *first, last = (f"{len(part):,} {name}" for name, part in parts.items())
         return ImageDatasets(
             parts["training"],

@@ -17,7 +17,7 @@ import numpy as np
 
 from mantissa.display import quantity
 from recipes.data.text.documents import Text, split
-from recipes.data.text.files import TRIED_BYTES, encoding_of, is_text, missing, not_read, typed
+from recipes.data.text.files import encoding_of, is_text, missing, not_read, typed
 from recipes.data.text.pretrained import open_tokenizer
 from recipes.data.text.tokenizers import OF_TEXT, OWN_BPE
 from recipes.data.text.tokens import TextSource, TokenData, open_or_build
@@ -236,8 +236,7 @@ class TextFile:
 
     def _not_text(self, why: str) -> UserError:
         problem = f"{self.key}: {self.path} is not {self.encoding} text: {why}"
-        with self.path.open("rb") as file:
-            other = encoding_of(file.read(TRIED_BYTES))
+        other = encoding_of(self.path)
         if other is None:
             return UserError(f"{problem}; it is no text in another encoding either: give files of text")
         if self.alone:

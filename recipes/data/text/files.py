@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ _OTHERS = (
     *(".pdf", ".doc", ".docx", ".odt", ".epub", ".xls", ".xlsx", ".tfrecord", ".lmdb", ".dcm", ".nii", ".heic", ".svg"),
 )
 """Arrays, documents and images that nothing here decodes."""
-TRIED_BYTES = 2**26
+_TRIED_BYTES = 2**26
 """Of a file that is not in the expected encoding: others are tried on so much of it."""
 
 
@@ -68,10 +67,16 @@ def not_read(given: str, path: Path) -> UserError | None:
 def is_text(path: Path) -> bool:
     """Return whether the beginning of a file is text in UTF-8."""
     with path.open("rb") as file:
-        return encoding_of(file.read(2**16)) == "utf-8"
+        return encoding_of_bytes(file.read(2**16)) == "utf-8"
 
 
-def encoding_of(content: bytes) -> str | None:
+def encoding_of(file: Path) -> str | None:
+    """Return the encoding in which a file, as far as it is tried, is text; None: none of the usual ones."""
+    with file.open("rb") as opened:
+        return encoding_of_bytes(opened.read(_TRIED_BYTES))
+
+
+def encoding_of_bytes(content: bytes) -> str | None:
     """Return the encoding with which bytes are text, without control characters; None: none of the usual ones.
 
     The last character may be cut off.
@@ -87,15 +92,6 @@ def encoding_of(content: bytes) -> str | None:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Yield the file; or those of a folder and below it that are not hidden, the first few hundred."""
-    if not path.is_dir():
-        yield path
-        return
-    seen = 0
-    for place, folders, names in os.walk(path):
-        folders.sort()
-        for name in sorted(name for name in names if not name.startswith(".")):
-            seen += 1
-            yield Path(place, name)
-        if seen > 500:
-            return
+    """Yield the file; or those of a folder and below it that are not hidden."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    yield from (file for file in files if file.is_file() and not file.name.startswith("."))
