@@ -11,7 +11,6 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from torch import nn
 
 from mantissa.commands import report_folder, say_part, seconds_of
 from mantissa.display import columns, counted, quantity
@@ -100,16 +99,6 @@ def _tokenizer(source: str, text: str) -> Any:
     except (OSError, ValueError, ImportError):
         return None
     return tokenizer if len(set(tokenizer(text[:4000])["input_ids"])) >= _LEAST_TOKENS else None
-
-
-def _position_counts(model: Any) -> list[int]:
-    """Return how many tokens each limit of a language model lets a row have; a number of 1 or less is none."""
-    text, names = model.config.get_text_config(), ("position_embeddings", "source_positions", "target_positions")
-    limits = [getattr(text, f"max_{name}", None) or 0 for name in names]
-    # RoBERTa and its kin count positions from the one after the padding's.
-    tables = [each for name, each in model.named_modules() if "position" in name and isinstance(each, nn.Embedding)]
-    limits += [table.num_embeddings - table.padding_idx - 1 for table in tables if table.padding_idx is not None]
-    return [limit for limit in limits if limit > 1] or [sys.maxsize]
 
 
 def text_batches(model: Any, task: str, tokenizer: Any, text: str, shape: tuple[int, int, int]) -> list[Batch]:
@@ -207,7 +196,8 @@ def main(arguments: list[str]) -> int:
         batches, what = image_batches(model, options.passes, options.batch), "noise in the place of images"
     else:
         text = Path(options.text).read_text(errors="replace") if options.text else "\n".join(topics.values())
-        shape = (options.passes, options.batch, min(options.length, *_position_counts(model)))
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or options.length
+        shape = (options.passes, options.batch, min(options.length, longest))
         tokenizer = _tokenizer(options.model, text)
         batches = text_batches(model, task, tokenizer, text, shape)
         what = (

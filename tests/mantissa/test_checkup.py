@@ -106,20 +106,6 @@ def test_why_a_folder_cannot_be_loaded_is_said(
     assert words in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_row_has_no_more_tokens_than_the_model_has_positions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = hf.RobertaConfig(**USUAL | {"max_position_embeddings": 20})  # of which two stand before the first token
-    hf.RobertaForMaskedLM(config).save_pretrained(tmp_path / "roberta")
-    assert main(["checkup", str(tmp_path / "roberta"), "--passes", "1", "--precision", "fp32"]) == 0
-    assert "over 4 x 18" in capsys.readouterr().out
-    config = hf.WhisperConfig(vocab_size=64, d_model=16, decoder_layers=1, decoder_attention_heads=2)
-    config.max_target_positions, config.pad_token_id = 20, 0
-    hf.WhisperForCausalLM(config).save_pretrained(tmp_path / "whisper")
-    assert main(["checkup", str(tmp_path / "whisper"), "--passes", "1", "--precision", "fp32"]) == 0
-    assert "over 4 x 20" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
