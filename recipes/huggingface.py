@@ -25,7 +25,7 @@ from recipes.data.text.tokens import TextDatasets, TextSource
 from recipes.export import save_model, token_tables
 from recipes.lora import LoRA, with_adapters
 from trainer.checkpoint.reader import nonfinite, not_finite
-from trainer.checkpoint.weights import SUFFIXES, defect
+from trainer.checkpoint.weights import defect
 from trainer.data.contract import Dataset
 from trainer.errors import UserError, check_choice, check_number, check_range
 from trainer.files import is_kept, read_json, write_json
@@ -122,13 +122,6 @@ class SizedRecipe(Recipe):
         from transformers import AutoConfig
 
         path, key = Path(str(self.pretrained)).expanduser(), f"init_from={self.pretrained}"
-        if (path / "adapter_config.json").is_file():
-            raise UserError(
-                f"{key} holds adapters of peft; merge them into their model (merge_and_unload), and give the folder "
-                "that save_pretrained writes"
-            )
-        if path.suffix in SUFFIXES and path.is_file() and (path.parent / "config.json").is_file():
-            raise UserError(f"{key} is one file of a model", f"init_from={shlex.quote(str(path.parent))}")
         if path.exists() and not os.path.lexists(path / "config.json"):
             if saved := [*path.glob("*/config.json"), *path.glob("snapshots/*/config.json")]:  # of the hub's cache
                 newest = max(saved, key=lambda file: (len(file.parent.name), file)).parent
@@ -137,8 +130,8 @@ class SizedRecipe(Recipe):
                 raise UserError(f"{key}: {path.name} {what}")
             raise UserError(
                 f"{key} cannot be opened as a {self.name}: it has no config.json; load it into "
-                f"transformers' {self.model_class}, and give the folder that save_pretrained writes, with its "
-                "tokenizer, as docs/finetune.md shows for nanoGPT's ckpt.pt"
+                f"transformers' {self.model_class} (merge adapters of peft into it), and give the folder that "
+                "save_pretrained writes, with its tokenizer, as docs/finetune.md shows for nanoGPT's ckpt.pt"
             )
         with self._opening() as place:
             config = AutoConfig.from_pretrained(**place)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -155,8 +154,8 @@ class ResNet(Recipe):
         if self.pretrained is not None and torch.get_default_device().type != "meta":  # which needs only the shapes
             weights = pretrained.open_weights(self.arch, self.pretrained, datasets.image_size)
             state, _ = self.adapt_weights(weights.state, model, datasets, {"classes": weights.classes})
-            fitting = partial(pretrained.remedies, self.arch, self.pretrained, datasets.image_size)
-            fill(model, state, f"init_from={self.pretrained}", lambda _: fitting(weights.state))
+            size = datasets.image_size
+            fill(model, state, f"recipe.arch={self.arch}, for images of {size} × {size}: init_from={self.pretrained}")
         model.normalise = Normalise(datasets.mean, datasets.std)
         # No buffer, which would be saved, and converted with the weights.
         model.class_weights = objective.class_weights(self.class_weights, datasets)

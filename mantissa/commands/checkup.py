@@ -11,7 +11,6 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from torch import nn
 
 from mantissa.commands import report_folder, say_part, seconds_of
 from mantissa.display import columns, counted, quantity
@@ -31,8 +30,8 @@ MAPPINGS = {
 }
 """Tasks that models are trained for here: transformers' names in ``AutoModelFor…`` and ``MODEL_FOR_…_MAPPING``."""
 _BY_YOURSELF = "load it yourself and call mantissa.examine(model, loss, batches)"
-_GGUF, _POINTER = b"GGUF", b"version https://git-lfs"
-"""How files begin that hold a quantised model, and that Git LFS leaves until it gets theirs."""
+_POINTER = b"version https://git-lfs"
+"""How files begin that Git LFS leaves until it gets theirs."""
 _LEAST_TOKENS = 16
 """Fewest different ones in a text: transformers 5 makes an empty tokenizer for a folder that has none."""
 
@@ -54,8 +53,7 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
     path = Path(source)
     is_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or ("/" in source and path.parent.is_dir())
     if path.is_file():
-        what = "in GGUF, which holds no weights to train" if _begins(path, _GGUF) else "and no folder"
-        raise UsageError(f"{source} is a file {what}; give the folder that save_pretrained wrote")
+        raise UsageError(f"{source} is a file; give the folder that save_pretrained wrote")
     if is_path and not path.is_dir():
         raise UsageError(f"{source}: there is no such folder; give one that save_pretrained wrote")
     try:
@@ -76,8 +74,10 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
     except UsageError:
         raise
     except Exception as error:  # of any kind: absent, unreachable, of unknown type, damaged
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UsageError(f"{source} cannot be loaded: {_why_not(path) or first}") from error
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if pointers := [file.name for file in sorted(path.glob("*")) if file.is_file() and _is_pointer(file)]:
+            why = f"{pointers[0]} is a pointer of Git LFS in the place of the file; get that with git lfs pull"
+        raise UsageError(f"{source} cannot be loaded: {why}") from error
     if task != IMAGES and "input_ids" not in inspect.signature(model.forward).parameters:
         raise UsageError(
             f"{source}: {type(model).__name__} takes {model.main_input_name} in the place of text; {_BY_YOURSELF}"
@@ -85,32 +85,9 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
     return model.to("cuda" if torch.cuda.is_available() else "cpu").train(), task
 
 
-def _begins(file: Path, start: bytes) -> bool:
+def _is_pointer(file: Path) -> bool:
     with file.open("rb") as opened:
-        return opened.read(len(start)) == start
-
-
-def _why_not(folder: Path) -> str:
-    """Return why a folder cannot be loaded, from its files; empty: they do not tell."""
-    from safetensors import safe_open
-
-    config = folder / "config.json"
-    if (folder / "adapter_config.json").exists() and not config.exists():
-        return "it holds the adapter of a model; merge it into that one with peft's merge_and_unload, and save that"
-    for file in sorted(each for each in folder.glob("*") if each.is_file()):
-        if _begins(file, _POINTER):
-            return f"{file.name} is a pointer of Git LFS in the place of the file; get that with git lfs pull"
-        try:
-            if file.suffix == ".safetensors":
-                with safe_open(file, "pt"):
-                    pass
-            elif file.match("pytorch_model*.bin"):
-                torch.load(file, map_location="meta", weights_only=True)
-        except Exception as error:  # of any kind: what stands in the file decides
-            return f"{file.name} is cut off, or holds no weights ({str(error).splitlines()[0]})"
-    if config.exists() and '"auto_map"' in config.read_text(encoding="utf-8", errors="replace"):
-        return f"it brings code of its own (auto_map in {config.name}), which is not run; {_BY_YOURSELF}"
-    return ""
+        return opened.read(len(_POINTER)) == _POINTER
 
 
 def _tokenizer(source: str, text: str) -> Any:
@@ -122,16 +99,6 @@ def _tokenizer(source: str, text: str) -> Any:
     except (OSError, ValueError, ImportError):
         return None
     return tokenizer if len(set(tokenizer(text[:4000])["input_ids"])) >= _LEAST_TOKENS else None
-
-
-def _position_counts(model: Any) -> list[int]:
-    """Return how many tokens each limit of a language model lets a row have; a number of 1 or less is none."""
-    text, names = model.config.get_text_config(), ("position_embeddings", "source_positions", "target_positions")
-    limits = [getattr(text, f"max_{name}", None) or 0 for name in names]
-    # RoBERTa and its kin count positions from the one after the padding's.
-    tables = [each for name, each in model.named_modules() if "position" in name and isinstance(each, nn.Embedding)]
-    limits += [table.num_embeddings - table.padding_idx - 1 for table in tables if table.padding_idx is not None]
-    return [limit for limit in limits if limit > 1] or [sys.maxsize]
 
 
 def text_batches(model: Any, task: str, tokenizer: Any, text: str, shape: tuple[int, int, int]) -> list[Batch]:
@@ -229,7 +196,8 @@ def main(arguments: list[str]) -> int:
         batches, what = image_batches(model, options.passes, options.batch), "noise in the place of images"
     else:
         text = Path(options.text).read_text(errors="replace") if options.text else "\n".join(topics.values())
-        shape = (options.passes, options.batch, min(options.length, *_position_counts(model)))
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or options.length
+        shape = (options.passes, options.batch, min(options.length, longest))
         tokenizer = _tokenizer(options.model, text)
         batches = text_batches(model, task, tokenizer, text, shape)
         what = (

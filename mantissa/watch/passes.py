@@ -76,14 +76,10 @@ def loss_in(output: Any) -> Tensor | None:
 
 def without_targets(batch: Any) -> str:
     """Return what is said of a batch that has no targets, with the cure; empty: it has some."""
-    given = tensors(batch)
-    if any(map(all_ignored, given)):
-        none = "All targets of a batch are ones that losses leave out (-100)"
-    elif any(not tensor.numel() for tensor in given):
-        none = "A batch has a tensor without elements"
-    else:
+    if not any(all_ignored(tensor) or not tensor.numel() for tensor in tensors(batch)):
         return ""
-    return f"{none}, and a mean over nothing is 0/0: give each batch targets, or leave it out."
+    none = "A batch has no targets, or only such as losses leave out (-100), and a mean over nothing is 0/0"
+    return f"{none}: give each batch targets, or leave it out."
 
 
 def call(model: nn.Module, batch: Any) -> Tensor:

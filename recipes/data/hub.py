@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from io import BytesIO
@@ -19,7 +18,7 @@ from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.documents import Text, split
-from recipes.data.text.files import TRIED_BYTES, encoding_of, in_utf8, is_text, not_read, typed
+from recipes.data.text.files import encoding_of, is_text, not_read, typed
 from recipes.data.text.pretrained import local_path, opening
 from trainer.errors import UserError, check_choice, first_line
 
@@ -31,11 +30,18 @@ BUILDERS = {
     ".csv": "csv",
     ".tsv": "csv",
     ".txt": "text",
+    ".tar": "webdataset",
 }
 _SNIFFED = 1 << 16
 """Characters of a table by which its form is found."""
 ROWS = ("auto", "lines", "documents")
 """What the rows of a text dataset are; auto: see ``are_lines``."""
+_WANTED = {
+    "text": 'a row has one text in a column of its own, as {"text": …} has',
+    "image": "name a folder of images with a metadata.csv that has the columns file_name and label",
+    "label": "an image has one label, a word or a number, in a column of its own",
+}
+"""What rows have, by the kind of column that is sought."""
 
 
 @dataclass
@@ -189,7 +195,7 @@ class Hub(TokenizedText, ImageSource):
         """Return the file or folder that ``name`` means, or None for a hub id."""
         path = local_path(self.name, f"data.name={self.name}", "give a hub id, or one that exists")
         if path and path.is_file() and path.suffix.lower() not in BUILDERS:
-            if error := not_read(f"data.name={self.name}", path, *BUILDERS):
+            if error := not_read(f"data.name={self.name}", path):
                 raise error
             problem = f"data.name={self.name}: the name of a file must end with {', '.join(BUILDERS)}"
             remedies = [f"data=text {typed('data.path', self.name)}"] if is_text(path) else []
@@ -236,16 +242,12 @@ class Hub(TokenizedText, ImageSource):
             except (datasets.exceptions.DatasetGenerationError, UnicodeDecodeError) as error:
                 cause = error.__cause__ or error
                 if file and isinstance(cause, UnicodeDecodeError):
-                    raise _not_utf8(f"data.name={self.name}", file) from error
-                if isinstance(cause, ArrowInvalid) and (empty := _parquet_without_rows(path)):
-                    which = "" if file else f": {empty.name}"
-                    raise UserError(f"data.name={self.name}{which} has no rows") from error
+                    what = encoding_of(file) or "no text"
+                    raise UserError(f"data.name={self.name} is {what}; write it anew in UTF-8") from error
                 if table and isinstance(cause, ArrowInvalid) and not self.text_column:
                     why = f"a column has text after thousands of rows without any ({first_line(cause)})"
                     raise UserError(f"data.name={self.name}: {why}; name the text's: data.text_column=…") from error
                 raise cause from None
-            except FileNotFoundError as error:
-                raise (path and not_read(f"data.name={self.name}", path, *BUILDERS)) or error from None
             finally:
                 datasets.config.HF_HUB_OFFLINE = before
         return splits
@@ -277,14 +279,8 @@ class Hub(TokenizedText, ImageSource):
         # Those with underscores are of webdataset itself: a sample's number and its file.
         fitting = [name for name, feature in features.items() if fits(feature) and not name.startswith("__")]
         kind = key.removesuffix("_column")
-        blank = {name: why for name in fitting if kind == "text" and (why := _blank(dataset, name))}
-        only = fitting[0] if len(fitting) == 1 else ""
-        if (choice or only) in blank:
-            why = blank[choice or only]
-            raise UserError(f"data.name={self.name}: {why}; name a column of text: data.text_column=…")
         if choice and choice in fitting:
             return choice
-        fitting = [name for name in fitting if name not in blank]
         items = {name: getattr(feature, "feature", None) for name, feature in features.items() if kind == "text"}
         texts = {"content", "context", "value"}  # of turns in a chat, of paragraphs
         lists = [name for name, item in items.items() if isinstance(item, dict) and texts & item.keys()]
@@ -296,29 +292,12 @@ class Hub(TokenizedText, ImageSource):
             return fitting[0]
         are = "column is" if len(fitting) == 1 else "columns are"
         wrong = f"{len(fitting) or 'no'} {are}" if choice is None else f"{choice} is not a column"
-        parts = [f"data.name={self.name}: {wrong} of type {kind}"]
-        remedies = [typed(f"data.{key}", name) for name in fitting]
-        if kind == "label" and not fitting:
-            remedies = _label_columns(dataset)
-        parts += blank.values()
-        if is_nested or not fitting:
-            for name in types:
-                if dataset.data.column(name).null_count == len(dataset):
-                    types[name] = "empty"
-            parts.append("its columns are " + ", ".join(f"{name} ({str(dtype)[:60]})" for name, dtype in types.items()))
-        path = self._local_path()
-        if not remedies and path and (error := not_read(f"data.name={self.name}", path, *BUILDERS, ".tar")):
-            raise error
-        if kind == "text" and len(fitting) > 1:
-            parts.append("a model is trained on one: write them as one text in a column of its own")
-        elif kind == "image":
-            parts.append("name a folder of images with a metadata.csv that has the columns file_name and label")
-        elif kind == "label":
-            parts.append("an image has one label, a word or a number, in a column of its own")
-        elif not fitting or is_nested:
-            parts.append(f'give a file with {{"{kind}": …}} in rows')
-        parts += [f"{name} has texts in lists: write them as one text, in a column of its own" for name in lists]
-        raise UserError("; ".join(parts), *remedies)
+        columns = ", ".join(f"{name} ({str(dtype)[:60]})" for name, dtype in types.items())
+        parts = [f"data.name={self.name}: {wrong} of type {kind}; its columns are {columns}"]
+        parts += [f"{name} has texts in lists" for name in lists]
+        remedies = _label_columns(dataset) if kind == "label" else []
+        remedies = [typed(f"data.{key}", name) for name in fitting] or remedies
+        raise UserError("; ".join([*parts, _WANTED[kind]]), *remedies)
 
     def _labels(self, key: str, choice: str, label: str, classes: list[str]) -> np.ndarray:
         """Return the labels of a split as int64 indices into ``classes``. Raises UserError for a row that has none."""
@@ -339,28 +318,6 @@ class Hub(TokenizedText, ImageSource):
             remedies = [f"data.valid_split={self.train_split}"] if key == "valid_split" else [""]
             raise UserError(f"{problem}; name a split that has labels", *remedies, mistake=f"data.{key}={choice}")
         return numbers
-
-
-def _parquet_without_rows(path: Path | None) -> Path | None:
-    """Return the file, or the first one of a folder, that has no rows, which ``datasets`` may not read; None: none."""
-    from pyarrow import ArrowInvalid
-    from pyarrow.parquet import ParquetFile
-
-    for file in sorted(path.rglob("*.parquet") if path and path.is_dir() else filter(None, [path])):
-        with suppress(ArrowInvalid, OSError):  # of a damaged one, and of those that are no parquet
-            if not ParquetFile(file).metadata.num_rows:
-                return file
-    return None
-
-
-def _not_utf8(given: str, file: Path) -> UserError:
-    """Return the error of a file that is not UTF-8."""
-    with file.open("rb") as opened:
-        encoding = encoding_of(opened.read(TRIED_BYTES))
-    if encoding is None:
-        return UserError(f"{given} cannot be opened: it is not text")
-    command = in_utf8(file, encoding, Path(f"utf8-{file.name}"))
-    return UserError(f"{given} cannot be opened: it is not UTF-8; write it anew, as it is {encoding}, with: {command}")
 
 
 def table_options(path: Path) -> dict[str, Any]:
@@ -395,15 +352,6 @@ def are_lines(rows: Sequence[str | None]) -> bool:
     lines = sum(row.find("\n") == len(row) - 1 for row in filled)
     blank = sum(row is not None and not row.strip() for row in rows)
     return lines >= 0.95 * len(filled) and blank >= max(3, len(rows) / 100)
-
-
-def _blank(dataset: Any, name: str) -> str:
-    """Say that a column of text is blank in all of its rows but one of a hundred; empty: it is not."""
-    looked_at = np.linspace(0, len(dataset) - 1, min(len(dataset), 1000)).astype(int).tolist()
-    blank = sum(not (text or "").strip() for text in dataset.select_columns([name])[looked_at][name])
-    some = " looked at" if len(looked_at) < len(dataset) else ""
-    rows = f"{blank:,} of {len(looked_at):,} rows{some}"
-    return f"column {name} is blank in {rows}" if blank > 0.99 * len(looked_at) else ""
 
 
 def _is_text(feature: Any) -> bool:

@@ -64,21 +64,6 @@ def build(arch: str, image_size: int, classes: int) -> nn.Module:
     return model
 
 
-def nearest_by_size(parameters: int, most: int = 8) -> list[str]:
-    """Return torchvision's architectures whose published weights have about so many parameters, the nearest first.
-
-    RegNets are left out: they are not built without their memory.
-    """
-    import torchvision
-
-    def distance(arch: str) -> int:
-        published = [*torchvision.models.get_model_weights(arch)]
-        return abs(published[0].meta["num_params"] - parameters) if published else parameters
-
-    names = torchvision.models.list_models(module=torchvision.models)
-    return sorted((name for name in names if not name.startswith("regnet")), key=distance)[:most]
-
-
 def new_weights(arch: str, image_size: int, classes: int, before: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return random weights that have nothing to do with those of another model of this architecture.
 
@@ -166,19 +151,12 @@ def check_size(arch: str, image_size: int, classes: int, train_size: int | None 
                 "",
                 mistake=mistake,
             ) from error
-        remedies = ["recipe.image_size=224"] if image_size != 224 and takes(arch, 224, classes) else []
-        raise UserError(f"recipe.arch={arch} cannot take images of {image_size} × {image_size}", *remedies) from error
+        raise UserError(
+            f"recipe.arch={arch} cannot take images of {image_size} × {image_size}; set recipe.image_size=… to what it "
+            "was made for, most often 224"
+        ) from error
     if not isinstance(output, torch.Tensor) or output.shape != (1, classes):
         raise UserError(f"recipe.arch={arch} is no classifier: it has no head with a number of classes")
-
-
-def takes(arch: str, image_size: int, classes: int) -> bool:
-    """Return whether an architecture can take images of a size; see ``check_size``."""
-    try:
-        check_size(arch, image_size, classes)
-    except UserError:
-        return False
-    return True
 
 
 def _is_block(cls: type) -> bool:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +81,7 @@ def open_weights(arch: str, pretrained: str, image_size: int) -> Weights:
     names, note, name = architectures.shapes(arch, image_size, 2), "", DEFAULT
     if path.exists():
         config = read_object((path if path.is_dir() else path.parent) / "config.json")
-        fitting = partial(remedies, arch, pretrained, image_size)
-        state, note = read_weights(path, names, f"init_from={pretrained}", fitting)
+        state, note = read_weights(path, names, f"init_from={pretrained}")
         about = config.get("pretrained_cfg", config)  # timm's on the hub, or the export of a run
     else:
         published, name = _published(arch, pretrained, image_size), pretrained
@@ -115,55 +110,6 @@ def resampled(state: dict[str, Tensor], arch: str, image_size: int) -> tuple[dic
         image_size, patch, OrderedDict(state | {"encoder.pos_embedding": positions.float()})
     )
     return new, f"position embeddings of {side * patch} pixels interpolated to {image_size}"
-
-
-def remedies(arch: str, pretrained: str, image_size: int, state: Mapping[str, Tensor]) -> list[str]:
-    """Return the image size, or the architecture, that weights are of; nothing where neither is known.
-
-    Args:
-        arch: they do not fit it, built for images of ``image_size`` pixels.
-        pretrained: where they are; the config.json there may name an architecture of timm.
-        image_size: in pixels.
-        state: the weights.
-    """
-    here = architectures.shapes(arch, image_size, 2)
-    for size in sorted(_image_sizes(here, state, image_size)):
-        if _is_of(state, arch, size):
-            return [f"recipe.image_size={size}"]
-    count = sum(each.numel() for name, each in state.items() if "running_" not in name)
-    path = Path(pretrained).expanduser()
-    named = read_object((path if path.is_dir() else path.parent) / "config.json").get("architecture")
-    others = [*([f"{architectures.TIMM}{named}"] if named else []), *architectures.nearest_by_size(count)]
-    for other in (other for other in others if other != arch):
-        with suppress(UserError):
-            architectures.check(other)
-            if _is_of(resampled(dict(state), other, 224)[0], other, 224):
-                larger = "" if architectures.takes(other, image_size, 2) else " recipe.image_size=224"
-                return [f"recipe.arch={other}{larger}"]
-    return []
-
-
-def _image_sizes(here: Mapping[str, torch.Size], state: Mapping[str, Tensor], image_size: int) -> set[int]:
-    """Return the sizes for which square grids would have the places of weights, with some tokens more, or none."""
-    sizes = set[int]()
-    there = {name: state[name].shape for name in here if name in state and state[name].dim() == len(here[name])}
-    pairs = {(old, new) for name in there for old, new in zip(there[name], here[name], strict=True) if old != new}
-    for (old, new), tokens in itertools.product(pairs, (0, 1, 2, 5)):
-        if old > tokens and new > tokens and (size := image_size * math.sqrt((old - tokens) / (new - tokens))) % 1 == 0:
-            sizes.add(int(size))
-    return sizes
-
-
-def _is_of(state: Mapping[str, Tensor], arch: str, image_size: int) -> bool:
-    """Return whether weights are of an architecture, perhaps with another number of classes."""
-    wanted = architectures.shapes(arch, image_size, 2)
-    parts = {name.partition(".")[0] for name in wanted}
-    there = {name: tensor.shape for name, tensor in state.items() if name.partition(".")[0] in parts}
-    counts = {name for name in wanted.keys() - there.keys() if name.endswith("num_batches_tracked")}
-    if there.keys() | counts != wanted.keys():
-        return False
-    other = [name for name in there if there[name] != wanted[name]]
-    return len(other) <= 4 and all(there[name][1:] == wanted[name][1:] for name in other)  # a head, or two
 
 
 def new_head(state: dict[str, Tensor], classes: list[str] | None, arch: str, datasets: ImageDatasets) -> list[str]:

@@ -311,7 +311,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
     "cut shard": (sharded, "model-00001-of-00004.safetensors cannot be read"),
     "own code": (of_own_code, "it brings code of its own, which is not run"),
     "quantized": (configured(quantization_config={"quant_method": "gptq", "bits": 4}), r"are quantized \(gptq\)"),
-    "adapters": (lambda path: write_json(path / "adapter_config.json", {}), "holds adapters of peft; merge them"),
+    "adapters": (
+        lambda path: (path / "config.json").rename(path / "adapter_config.json"),
+        "it has no config.json.*merge adapters of peft",
+    ),
 }
 
 
@@ -340,10 +343,3 @@ def test_a_body_without_a_head_gets_one_and_what_is_left_out_is_said(
         "the head is new, 6 tensors (",
     ]
     assert "pooler.dense.bias" in said[0]
-
-
-def test_one_file_of_a_folder_is_refused_with_the_folder(tmp_path: Path) -> None:
-    write_model("gpt2", tmp_path / "model")
-    with pytest.raises(UserError, match="is one file of a model") as refused:
-        trainer_of(*options("gpt2", tmp_path / "model" / "model.safetensors"))
-    assert refused.value.remedies == (f"init_from={tmp_path / 'model'}",)

@@ -48,7 +48,7 @@ def test_the_head_has_the_classes_of_the_data() -> None:
 
 @pytest.mark.parametrize("arch", ["alexnet", "inception_v3", "maxvit_t", "vit_h_14"])
 def test_images_too_small_for_an_architecture_are_refused(arch: str) -> None:
-    with pytest.raises(UserError, match=r"recipe\.image_size=224"):
+    with pytest.raises(UserError, match=r"set recipe\.image_size=…"):
         built(ready(arch=arch))
 
 

@@ -15,7 +15,6 @@ from mantissa.display import counted, dimensions, listed, shortened
 from mantissa.tensors import changed_by, local
 from trainer.checkpoint.schema import KINDS, STATE_FILE, WEIGHTS_SINCE, State, files_of, read_manifest
 from trainer.checkpoint.store import find_verified
-from trainer.checkpoint.weights import Remedies
 from trainer.errors import UserError
 from trainer.files import read_json
 from trainer.optim.ema import Average
@@ -185,12 +184,12 @@ def evaluated_weights(folder: Path, step: int | None) -> dict[str, Tensor]:
     return {name: state.get(f"{name}.{AVERAGE}", weight) for name, weight in weights.items()}
 
 
-def fill(model: nn.Module, weights: dict[str, Tensor], where: str, remedies: Remedies = lambda _: ()) -> None:
+def fill(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
     """Overwrite a model's weights by name, in its own dtypes. Of weights that share memory one name is enough.
 
     Raises:
         UserError: names are missing or unknown, shapes are others, numbers are integers or not finite; ``where`` begins
-            the message, ``remedies`` are asked where names or shapes differ.
+            the message.
     """
     state = model.state_dict()
     ties = untie(state)[1]
@@ -207,7 +206,7 @@ def fill(model: nn.Module, weights: dict[str, Tensor], where: str, remedies: Rem
         shapes = [f"{name} is {dimensions(given[name].shape)}, not {dimensions(state[name].shape)}" for name in other]
         parts.append(f"{counted(len(other), 'tensor')} of another shape ({shortened(shapes, 2)})")
     if parts:
-        raise UserError(f"{where}: the weights do not fit this model: {', '.join(parts)}", *remedies(weights))
+        raise UserError(f"{where}: the weights do not fit this model: {', '.join(parts)}")
     floats = {name: given[name] for name in given if state[name].is_floating_point()}
     if quantized := [name for name, each in floats.items() if not each.is_floating_point() or each.itemsize == 1]:
         raise UserError(

@@ -7,7 +7,7 @@ import shlex
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,8 @@ _POINTER = b"version https://git-lfs"
 _WRAPPERS = re.compile(r"(?<=\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Modules that torch puts around a part of a model: compiled, sharded or recomputed."""
 
-Remedies = Callable[[Mapping[str, Tensor]], Sequence[str]]
-"""Takes named tensors that do not fit a model, and returns what to type so that they fit, as for a ``UserError``."""
 
-
-def read_weights(
-    path: Path, names: Collection[str], key: str, remedies: Remedies = lambda _: ()
-) -> tuple[dict[str, Tensor], str]:
+def read_weights(path: Path, names: Collection[str], key: str) -> tuple[dict[str, Tensor], str]:
     """Return the tensors of a file, or of a folder, by a model's names, and which they are, in words.
 
     The file is a dict of named tensors, or has one as its entry. The prefix without which most names are the model's
@@ -44,7 +39,6 @@ def read_weights(
         path: exists.
         names: of the model's weights.
         key: the option that named it, for messages.
-        remedies: where they are of another model.
 
     Raises:
         UserError: it cannot be opened, it has no dict of named tensors, or several, or no name is one of the model's.
@@ -69,8 +63,7 @@ def read_weights(
             for some, others in ((state, names), (names, state))
         )
         raise UserError(
-            f"{key}: the weights are of another model, with other names ({theirs}) than those of this one ({ours})",
-            *remedies(state),
+            f"{key}: the weights are of another model, with other names ({theirs}) than those of this one ({ours})"
         )
     (prefix,) = found
     parts = {name.partition(".")[0] for name in names}

@@ -22,7 +22,7 @@ import torch
 from mantissa.display import shortened
 from recipes.data.images.pixels import DecodedImages
 from recipes.data.images.source import ImageDatasets, ImageSource
-from recipes.data.text.files import TABLES, missing, not_read, typed
+from recipes.data.text.files import missing, not_read
 from trainer.config.command_line import as_typed
 from trainer.data.contract import check_no_overlap
 from trainer.errors import UserError, check_range
@@ -105,13 +105,6 @@ class ImageFolder(ImageSource):
         except UserError as error:
             raise self._other_kind() or error from None
         classes = sorted(files[TRAINING])
-        plain = {"".join(name.casefold().split()) if len(name) > 1 else name: name for name in classes}  # A, a: letters
-        if again := sorted({*classes} - {*plain.values()}):
-            log.warning("classes differ from %s in case or blanks only; join those that are one", shortened(again))
-        labels = {file: name for name, members in files[TRAINING].items() for file in members}
-        if copies := _copies([*labels], [*labels], labels):
-            message = "at least %d images are in several classes (%s is %s); an image has one label, so some are wrong"
-            log.warning(message, len(copies), *copies[0])
         origin = ", ".join(f"{part} {folder}" for part, folder in folders.items())
         if VALIDATION not in files:
             files[TRAINING], files[VALIDATION] = _split(files[TRAINING], self.valid_fraction)
@@ -133,11 +126,9 @@ class ImageFolder(ImageSource):
     def _other_kind(self) -> UserError | None:
         """Return what the folder holds that is not one folder of images per class; None: that is not known."""
         path = Path(self.path).expanduser()
-        if tables := [file.name for file in sorted(path.glob("metadata.*")) if file.suffix in TABLES]:
-            problem = f"data.path={self.path} has {tables[0]}, whose columns data=hub reads beside the images"
-            given = typed("data.path", self.path)
-            return UserError(problem, f"data=hub {typed('data.name', self.path)}", mistake=given)
-        return None if find_images(str(path), Counter()) else not_read(f"data.path={self.path}", path)
+        beside_images = [*path.glob("metadata.*")]  # whose columns data=hub reads
+        known = beside_images or not find_images(str(path), Counter())
+        return not_read(f"data.path={self.path}", path) if known else None
 
 
 class FolderImages(DecodedImages):
@@ -159,23 +150,9 @@ def find_images(folder: str, passed: Counter[str]) -> list[str]:
     found = []
     for place, folders, names in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if not _is_hidden(name)]
-        for name in folders:
-            _check_no_loop(place, name, folder)
         found += [os.path.join(place, name) for name in names if _is_image(name)]
         passed.update(_suffix(name) for name in names if not (_is_image(name) or _is_hidden(name)))
     return sorted(found)
-
-
-def _check_no_loop(place: str, name: str, root: str) -> None:
-    """Raise UserError where ``name`` in a folder below ``root`` is a link to a folder around it, which never ends."""
-    link = os.path.join(place, name)
-    if not os.path.islink(link):
-        return
-    target, around = os.path.realpath(link), [place]
-    while around[-1] != root:
-        around.append(os.path.dirname(around[-1]))
-    if any(os.path.commonpath([target, os.path.realpath(each)]) == target for each in around):
-        raise UserError(f"{link} is a link to {target}, which it lies in; remove the link")
 
 
 def numbers(of: Counter[str]) -> str:
@@ -279,13 +256,8 @@ def _split(classes: dict[str, list[str]], fraction: float) -> tuple[dict[str, li
     return train, valid
 
 
-def _copies(
-    files: Sequence[str], others: Sequence[str], labels: Mapping[str, str] | None = None
-) -> list[tuple[str, str]]:
-    """Return files with the content of one of the others, and that one; of many files, some are compared.
-
-    With ``labels``, the class of each file, only those of another class count.
-    """
+def _copies(files: Sequence[str], others: Sequence[str]) -> list[tuple[str, str]]:
+    """Return files with the content of one of the others, and that one; of many files, some are compared."""
     # A broken link has no size; it is reported when it is decoded. Copies often have one name.
     some, against = (
         [
@@ -300,10 +272,8 @@ def _copies(
         sizes.setdefault(os.path.getsize(file), []).append(file)
     pairs = [(file, other) for file in some for other in sizes.get(os.path.getsize(file), [])[:10]]
     copies = []
-    for file, other in pairs:
-        if labels and labels[file] == labels[other]:
-            continue
+    for pair in pairs:
         with suppress(OSError):  # what cannot be read is reported when it is decoded
-            if filecmp.cmp(file, other, shallow=False):
-                copies.append((file, other))
+            if filecmp.cmp(*pair, shallow=False):
+                copies.append(pair)
     return [*dict(copies).items()]

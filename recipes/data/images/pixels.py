@@ -186,13 +186,6 @@ class DecodedImages(Images):
                 raise UserError(f"{name} is a pointer of Git LFS; get the images with git lfs pull") from error
             raise UserError(f"{name} cannot be decoded ({error}); {REMEDY}") from error
 
-    def largest_of_16_bits(self, index: int) -> int:
-        """Return the largest value of an image that can be decoded; -1: it does not have 16 bits."""
-        from PIL import Image
-
-        with Image.open(self.stored(index)[0]) as image:
-            return int(np.asarray(image).max()) if image.mode.startswith("I") else -1
-
     def squares(self, samples: Sequence[SampleId]) -> tuple[Tensor, Tensor]:
         images, rows = [], []
         for sample in samples:
@@ -227,40 +220,16 @@ class DecodedImages(Images):
         return sorted(sides)[len(sides) // 2] if sides else None
 
 
-def check_decoded(where: str, images: Images) -> None:
-    """Decode a few images, and warn where one has one colour only, is nearly black, or equals another one.
-
-    Args:
-        where: the option that names the data, for messages.
-        images: of which four are looked at.
-
-    Raises:
-        UserError: none of them can be decoded, or they have so few of 16 bits that nearly all are black.
-    """
+def show_nothing(images: Images) -> bool:
+    """Return whether one of a few decoded images has one colour only, is nearly black, or equals another one."""
     if not isinstance(images, DecodedImages):
-        return
-    seen, errors, largest = [], [], []
+        return False
+    seen = []
     for index in range(0, len(images), -(-len(images) // 4)):
-        try:
+        with suppress(UserError):  # a damaged one is seen later
             seen.append(np.asarray(images.image(index).resize((64, 64))))
-            largest.append(images.largest_of_16_bits(index))
-        except UserError as error:  # a damaged one is seen later
-            errors.append(str(error).removesuffix(f"; {REMEDY}"))
-    if not seen and images.on_error == "skip":
-        images.decoded(0)  # others may be decoded
-        return
-    if not seen:
-        raise UserError(f"{where}: none of {len(errors)} images looked at can be decoded: {errors[0]}")
-    if 0 < (most := max(largest)) < 2**12 and min(largest) >= 0:
-        raise UserError(
-            f"{where}: the largest value in {len(seen)} images is {most} of 65535; the upper 8 of 16 bits are used, so "
-            f"{most // 256 + 1} levels of grey would be left; write the images anew, each value times "
-            f"{2 ** (16 - most.bit_length())}"
-        )
     alike = len({image.tobytes() for image in seen}) < len(seen)
-    if alike or any((image == image[0, 0]).all() or image.max() < 20 for image in seen):
-        message = "%s: some images are of one colour, nearly black or equal, as the model sees them; look at a few"
-        logging.getLogger("mantissa").warning(message, where)
+    return alike or any((image == image[0, 0]).all() or image.max() < 20 for image in seen)  # 12 bits of 16
 
 
 def scale(images: Tensor, size: int) -> Tensor:

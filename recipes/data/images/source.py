@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from mantissa.display import shortened
 from recipes.data.images.augment import ImageAugment
-from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD, Images, check_decoded
+from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD, Images, show_nothing
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import add_run_facts
 from trainer.recipe import DataSource
-
-log = logging.getLogger("mantissa")
 
 
 @dataclass(kw_only=True)
@@ -98,10 +95,9 @@ class ImageSource(DataSource):
             raise UserError(f"{where} has too few images of each class: none can be kept for validation")
         for part in parts.values():
             part.image_size, part.stored_side = image_size, shorter_side
-        check_decoded(where, parts["training"])
-        if joined := _joined(classes):
-            message = "%s: the class %s is made of others (%s): an image has one label, so this is a class of its own"
-            log.warning(message, where, *joined)
+        if show_nothing(parts["training"]):
+            message = "%s: some images are of one colour, nearly black or equal, as the model sees them; look at a few"
+            logging.getLogger("mantissa").warning(message, where)
         *first, last = (f"{len(part):,} {name}" for name, part in parts.items())
         return ImageDatasets(
             parts["training"],
@@ -113,12 +109,3 @@ class ImageSource(DataSource):
             image_size=image_size,
             **about,
         )
-
-
-def _joined(classes: Sequence[str]) -> tuple[str, str] | None:
-    """Return a class whose name joins those of others, and these; None: there is none."""
-    for name in classes:
-        parts = [part for part in re.split(r"[\s,;|+&/_]+", name) if part]
-        if len(parts) > 1 and {*parts} <= {*classes}:
-            return name, shortened(parts)
-    return None

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from io import TextIOWrapper
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 
 from mantissa.display import quantity
 from recipes.data.text.documents import Text, split
-from recipes.data.text.files import TRIED_BYTES, encoding_of, in_utf8, is_text, missing, not_read, read_alike, typed
+from recipes.data.text.files import encoding_of, is_text, missing, not_read, typed
 from recipes.data.text.pretrained import open_tokenizer
 from recipes.data.text.tokenizers import OF_TEXT, OWN_BPE
 from recipes.data.text.tokens import TextSource, TokenData, open_or_build
@@ -26,8 +26,6 @@ from trainer.data.contract import check_no_overlap
 from trainer.errors import UserError, check_range
 from trainer.recipe import NO_OPTION
 
-_LOOKED_AT = 500
-"""Files of a folder whose encoding is looked at, at most."""
 _NOISE = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "encodings"}
 
 
@@ -189,7 +187,7 @@ def _files(paths: list[Path], key: str, encoding: str = "utf-8") -> Text:
     stats = [path.stat() for path in paths]
     return Text(
         sizes=np.array([stat.st_size for stat in stats], dtype=np.int64),
-        read=lambda rows: (TextFile(paths[row], key, encoding, paths) for row in rows),
+        read=lambda rows: (TextFile(paths[row], key, encoding, len(paths) == 1) for row in rows),
         source=[[str(path), stat.st_size, stat.st_mtime_ns, encoding] for path, stat in zip(paths, stats, strict=True)],
         rows=range(len(paths)),
     )
@@ -203,8 +201,8 @@ class TextFile:
     key: str
     """The option that named it, for messages."""
     encoding: str
-    beside: Sequence[Path] = ()
-    """The files that are read in this encoding."""
+    alone: bool = True
+    """Whether no other file is read in this encoding."""
 
     def __iter__(self) -> Iterator[str]:
         """Yield the lines.
@@ -238,14 +236,9 @@ class TextFile:
 
     def _not_text(self, why: str) -> UserError:
         problem = f"{self.key}: {self.path} is not {self.encoding} text: {why}"
-        if error := not_read(self.key, self.path):
-            return error
-        with self.path.open("rb") as file:
-            other = encoding_of(file.read(TRIED_BYTES))
+        other = encoding_of(self.path)
         if other is None:
             return UserError(f"{problem}; it is no text in another encoding either: give files of text")
-        if all(file == self.path or read_alike(file, other) for file in self.beside[:_LOOKED_AT]):
+        if self.alone:
             return UserError(problem, f"data.encoding={other}")
-        new = self.path.with_suffix(".utf8")
-        command = f"{in_utf8(self.path, other, new)} && {shlex.join(['mv', str(new), str(self.path)])}"
-        return UserError(f"{problem}; it is {other}, and other files are not: write it anew with: {command}")
+        return UserError(f"{problem}; it is {other}: write it anew in {self.encoding}, or set that if all files are it")

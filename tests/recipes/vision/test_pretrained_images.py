@@ -176,29 +176,11 @@ def test_the_folder_of_another_architecture_is_refused(best: Path) -> None:
     assert refused.value.remedies == (f"recipe.arch={ARCH}",)
 
 
-@pytest.mark.parametrize(
-    ("weights_of", "arch", "image_size", "remedies"),
-    [
-        ("squeezenet1_1", ARCH, 32, ("recipe.arch=squeezenet1_1",)),
-        ("shufflenet_v2_x1_0", ARCH, 32, ("recipe.arch=shufflenet_v2_x1_0",)),
-        ("timm/test_vit", "timm/test_vit", 48, ("recipe.image_size=160",)),
-        ("grey", ARCH, 32, ()),
-    ],
-)
-def test_weights_that_do_not_fit_are_refused_with_what_fits_or_nothing(
-    weights_of: str, arch: str, image_size: int, remedies: tuple[str, ...], published: dict[str, Tensor], tmp_path: Path
-) -> None:
-    if weights_of == "grey":
-        state = published | {"conv1.0.weight": published["conv1.0.weight"][:, :1].clone()}
-    else:
-        state = architectures.build(weights_of, 160, 7).state_dict()
-    torch.save(state, tmp_path / "weights.pth")
-    wanted = (f"recipe.arch={arch}", f"recipe.image_size={image_size}", f"init_from={tmp_path / 'weights.pth'}")
-    with pytest.raises(UserError, match=r"weights (do not fit this|are of another) model") as refused:
-        trainer_of(*SMALL, *wanted)
-    assert refused.value.remedies == remedies
-    for remedy in remedies:
-        trainer_of(*SMALL, *wanted, *remedy.split())
+@pytest.mark.parametrize("weights_of", ["squeezenet1_1", "shufflenet_v2_x1_0"])
+def test_weights_of_another_model_are_refused_with_what_both_are(weights_of: str, tmp_path: Path) -> None:
+    torch.save(architectures.build(weights_of, 160, 7).state_dict(), tmp_path / "weights.pth")
+    with pytest.raises(UserError, match=r"weights (do not fit this|are of another) model"):
+        trainer_of(*SMALL, f"init_from={tmp_path / 'weights.pth'}")
 
 
 def test_position_embeddings_are_interpolated_to_the_size_of_the_images() -> None:
