@@ -18,7 +18,7 @@ from mantissa.doctor.diagnosis import Diagnosis, diagnose
 from mantissa.doctor.report import lines, opening, write_report
 from trainer.config.command_line import as_typed
 from trainer.config.commands import command, new_run_command
-from trainer.config.compose import accepts
+from trainer.config.compose import refusal
 from trainer.config.options import Overriding, parse
 from trainer.config.schema import Config
 from trainer.errors import UserError, nearest
@@ -83,7 +83,7 @@ def cured_command(diagnosis: Diagnosis, overrides: Sequence[str]) -> str:
         return ""
     if taken.folder is None:
         merged = merge_overrides(overrides, changed)
-        return command("train.py", merged) if accepts(merged) else ""
+        return command("train.py", merged) if refusal(merged) is None else ""
     kept = taken.start is not None and taken.start.number > 1 and _has_learned(taken.folder)
     weights = [f"init_from={as_typed(str(taken.folder))}"] if kept else []
     return new_run_command(taken.folder, [*weights, *changed])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -18,6 +18,7 @@ from tests.command_line.conftest import Result
 from trainer.config import options
 from trainer.config.command_line import remedied
 from trainer.errors import UserError
+from trainer.run import command
 
 
 class Began(BaseException):
@@ -56,19 +57,17 @@ def check(row: Row, run: Callable[[list[str]], Result], monkeypatch: pytest.Monk
     """Make the mistake, and then do each thing that its message says to do."""
     held: list[UserError] = []
 
-    def with_accepted(error: UserError, arguments: Sequence[str]) -> UserError:
-        held.append(error)
-        return error  # what the program would not show is tried, too
+    def holding(report: Callable[..., int]) -> Callable[..., int]:
+        def hold(error: UserError, *others: str) -> int:
+            held.append(error)
+            return report(error, *others)
 
-    def report(error: UserError) -> int:
-        held.append(error)
-        return reported(error)
+        return hold
 
-    reported = options.report
     typed = [*row.common, *row.wrong]
     with monkeypatch.context() as patch:
-        patch.setattr("trainer.run.command._with_accepted", with_accepted)
-        patch.setattr(options, "report", report)
+        patch.setattr(command, "_report", holding(command._report))
+        patch.setattr(options, "report", holding(options.report))
         refused = run(typed)
     said = refused.err.rpartition("error: ")[2]
     assert refused.code == 2, "no mistake"

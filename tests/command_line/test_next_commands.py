@@ -17,10 +17,9 @@ from tests.command_line.training.test_recipe_path import write
 from tests.helpers import PROJECT
 from trainer.config import external_recipes
 from trainer.config.commands import new_run_command
-from trainer.config.compose import compose
+from trainer.config.compose import compose, with_accepted
 from trainer.config.registration import flatten, key_of
 from trainer.errors import UserError
-from trainer.run.command import _with_accepted
 from trainer.run_folder import PATHS
 
 FAST = ["steps=2", "batch_size=4", "eval_samples=4", "log_every=1", "profiler=none", "tracking=local"]
@@ -123,10 +122,10 @@ def test_options_that_a_change_makes_meaningless_are_left_out(
     assert {key_of(each) for each in typed_before} - {key_of(each) for each in arguments} == gone
 
 
-def test_a_remedy_that_mends_more_does_not_bring_back_the_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remedy_that_mends_more_does_not_bring_back_the_mistake() -> None:
     """As the command that resumes a run without another option, where that option would mend what is wrong, too."""
     more = {"data.path=x": UserError("gone", "data=digits", "data.path=y", mistake="data.path=x")}
-    monkeypatch.setattr("trainer.run.command.refusal", lambda line: next(filter(None, map(more.get, line)), None))
     error = UserError("no", "resume=run", mistake="resume=run data=digits")
-    mended = _with_accepted(error, ["resume=run", "data=digits", "data.path=x"])
+    line = ["resume=run", "data=digits", "data.path=x"]
+    mended = with_accepted(error, line, lambda typed: next(filter(None, map(more.get, typed)), None))
     assert mended.remedies == ("resume=run data.path=y",)

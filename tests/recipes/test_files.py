@@ -6,7 +6,7 @@ import pytest
 
 from recipes.data.text.files import encoding_of_bytes, not_read
 from trainer.config.command_line import remedied
-from trainer.config.compose import accepts
+from trainer.config.compose import refusal
 
 WORDS = "Größe und Länge: a line of words.\n" * 30
 KINDS = {
@@ -40,7 +40,7 @@ def test_what_to_open_instead_takes_the_place_of_what_was_typed(tmp_path: Path) 
     assert error is not None
     assert error.remedies
     for remedy in error.remedies:
-        assert accepts(remedied(typed, remedy, error.mistake))
+        assert refusal(remedied(typed, remedy, error.mistake)) is None
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-le", "utf-16-be", "cp1252"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 import re
 import shlex
 from collections.abc import Collection, Sequence
@@ -21,37 +20,29 @@ from trainer.config import external_recipes
 from trainer.config.explain import (
     OTHER_GROUPS,
     OTHER_NAMES,
-    as_list,
     has_value,
     intended_key,
-    known_options,
     meant,
     takes_list,
     types_of,
 )
 from trainer.config.registration import CONF, choices, key_of
-from trainer.config.text import fraction, unquoted
+from trainer.config.text import unquoted
 from trainer.errors import UserError, most_like
 
 _MULTIRUN = {"-m", "--multirun"}
+_ALONE = {*_MULTIRUN, "--run", "-r", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
+_WITH_CFG = {"--resolve", "--package", "-p"}
 _WITHOUT_EFFECT = {
     **dict.fromkeys(("--config-name", "-cn", "--config-path", "-cp"), "there is one config; choose with experiment=…"),
     **dict.fromkeys(("--config-dir", "-cd"), "recipe_path=… names a folder whose conf/ has choices of your own"),
     "--experimental-rerun": "resume continues a run, whose folder it takes",
+    **dict.fromkeys(
+        ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.job.chdir"),
+        "output_dir and run_name say where runs go",
+    ),
 }
-"""Flags of Hydra's, and what to do instead."""
-_ONE_OF = {
-    **dict.fromkeys(("-m", "--multirun"), "-m"),
-    **dict.fromkeys(("--run", "-r"), "--run"),
-    **dict.fromkeys(("--cfg", "-c"), "--cfg"),
-    **dict.fromkeys(("--info", "-i"), "--info"),
-    **dict.fromkeys(("--shell-completion", "-sc"), "--shell-completion"),
-}
-"""Flags of Hydra's that exclude each other, by one name each."""
-_ELSEWHERE = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.job.chdir")
-"""Where other programs of Hydra's write."""
-_OWN = {"clip": "clip=norm clip.max_norm={0}", "ema": "ema=default ema.decay={0}", "loader": "loader.workers={0}"}
-"""What to set where a number stands in the place of a choice."""
+"""Flags and keys of Hydra's, and what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +53,6 @@ class CommandLine:
     """Flags first; paths with characters that the grammar has a meaning for are in quotes."""
     overrides: list[Override]
     """Those of the arguments that are no flags, parsed."""
-    notes: list[str]
-    """What was typed in vain."""
 
     @property
     def is_multirun(self) -> bool:
@@ -81,17 +70,12 @@ class CommandLine:
         for override in self.overrides:
             if override.is_sweep_override():
                 line, key = str(override.input_line), override.key_or_group
-                if re.fullmatch(r"data\.\w+_column", key):
-                    problem = f"{line}: one column is read; write several as one text, in a column of its own"
-                    names = [f"{key}={unquoted(text)}" for text in override.sweep_string_iterator()]
-                    raise UserError(problem, *names, mistake=shlex.quote(line))
                 ours = key if choices(key) or types_of(key) else intended_key(key.rpartition(".")[2])
                 if not choices(key) and takes_list(ours):
-                    remedy = as_list(ours, line.partition("=")[2])
+                    remedy = shlex.quote(f"{ours}=[{line.partition('=')[2]}]")
                     raise UserError(f"{line}: {ours} is a list", remedy, mistake=shlex.quote(line))
-                remedies = [] if otherwise else [f"-m {shlex.quote(line)}"]
-                if re.search(r"=\d+,\d+$", line) and types_of(key) & {"float", "float | None"}:
-                    remedies.insert(0, line.replace(",", "."))
+                remedies = [line.replace(",", ".")] if re.search(r"=\d+,\d+$", line) else []
+                remedies += [] if otherwise else [f"-m {shlex.quote(line)}"]
                 said = f"; {otherwise}" if otherwise else ", and -m runs one after the other"
                 raise UserError(f"{line} has several values{said}", *remedies, mistake=shlex.quote(line))
 
@@ -114,12 +98,11 @@ def read(arguments: Sequence[str]) -> CommandLine:
     flags = get_args_parser()._option_string_actions
     typed_flags: list[str] = []  # and their values
     overrides: list[Override] = []
-    notes: list[str] = []
     for previous, argument, following in zip(["", *arguments], arguments, [*arguments[1:], ""], strict=False):
         flag, _, text = argument.partition("=")
         if argument.startswith("-") and flag not in flags:
-            raise _without_dashes(argument, following)
-        if why := _WITHOUT_EFFECT.get(flag):
+            raise without_dashes(argument, following)
+        if why := _WITHOUT_EFFECT.get(flag.lstrip("+")):
             words = [argument] if text else [argument, following]
             raise UserError(f"{argument} has no effect: {why}", "", mistake=shlex.join(words))
         if argument.startswith("-") or (previous.startswith("-") and "=" not in argument):  # a flag, or its value
@@ -130,19 +113,21 @@ def read(arguments: Sequence[str]) -> CommandLine:
         if override is None:
             argument = _quoted_text(argument, override)
             override = _parsed(argument)
-        if override is not None and isinstance(value := override.value(), Glob | IntervalSweep):
-            raise _no_values(override, value)
+        if override is not None and isinstance(override.value(), Glob | IntervalSweep):
+            problem = (
+                f"{override.input_line}: a sweep is of values, separated by commas (scripts/search.py: an interval)"
+            )
+            raise UserError(problem)
+        if flag.lstrip("+").startswith("tags.") and flag.count(".") > 1:
+            raise UserError(f"{argument}: the name of a tag has no dot")
         if override is None or argument[:1] in ("=", "@"):
             raise UserError(f"{argument!r} is not an override; write key=value, without blanks, such as precision=bf16")
-        if override.key_or_group in _ELSEWHERE:  # Hydra would make the folder
-            notes.append(f"{argument} has no effect on where runs go; output_dir and run_name have")
-            continue
         overrides.append(override)
-    _check_flags(typed_flags, {override.key_or_group for override in overrides})
+    given = {word.partition("=")[0] for word in typed_flags}
+    if len(given & _ALONE) > 1 or (given & _WITH_CFG and not given & {"--cfg", "-c"}):
+        raise UserError(f"{' '.join(typed_flags)}: -m, --run, --cfg and --info stand alone, --resolve beside --cfg")
     # argparse wants flags first
-    line = CommandLine([*typed_flags, *(str(each.input_line) for each in overrides)], overrides, notes)
-    _merge_dotted_tags(line)
-    _drop_repeats(line)
+    line = CommandLine([*typed_flags, *(str(each.input_line) for each in overrides)], overrides)
     external_recipes.use_folder(line.value("recipe_path"))
     for override in overrides:
         _check_names(override)
@@ -161,81 +146,21 @@ def remedied(arguments: Sequence[str], remedy: str, mistake: str) -> list[str]:
     return [*(each for each in arguments if each not in wrong and key_of(each) not in keys), *typed]
 
 
-def _without_dashes(argument: str, following: str) -> UserError:
-    """Return what to write in the place of an option with dashes, whose value may be the next argument."""
-    key, equals, typed = argument.partition("=")
-    value = typed if equals else following if following[:1] != "-" and "=" not in following else ""
-    words = [argument] if equals or not value else [argument, following]
-    name = key.strip("-").replace("-", "_")
-    problem = "options have no dashes" if name in known_options() else f"{name} is not a key of the config"
-    return meant(name, value, f"{argument}: {problem}", shlex.join(words))
-
-
-def _no_values(override: Override, value: Glob | IntervalSweep) -> UserError:
-    """Return what to write in the place of ``glob(*)`` or ``interval(0,1)``, which say which values there may be."""
-    key, line = override.key_or_group, str(override.input_line)
-    if isinstance(value, Glob):
-        return UserError(f"{line}: a sweep is of values, separated by commas", mistake=shlex.quote(line))
-    ends = f"-m {key}={value.start:g},{value.end:g}"
-    problem = f"{line} is an interval: scripts/search.py searches one that is given as space.{line}; a sweep has values"
-    return UserError(problem, ends, mistake=shlex.quote(line))
-
-
-def _check_flags(words: Sequence[str], keys: Collection[str]) -> None:
-    """Raise UserError where flags of Hydra's exclude each other, or do nothing alone.
+def without_dashes(argument: str, following: str, own: Collection[str] = ()) -> UserError:
+    """Return what to write in the place of an option with dashes, whose value may be the next argument.
 
     Args:
-        words: the flags and their values.
-        keys: of those that are overrides.
+        argument: with dashes.
+        following: the next one.
+        own: options of the script, beside those of train.py.
     """
-    given: dict[str, list[str]] = {}
-    for word, following in itertools.zip_longest(words, words[1:], fillvalue="-"):
-        if word[:1] == "-":
-            flag = word.partition("=")[0]
-            given[_ONE_OF.get(flag, flag)] = [word] if following[:1] == "-" or "=" in following else [word, following]
-    several = [flag for flag in dict.fromkeys(_ONE_OF.values()) if flag in given]  # the first is left out
-    for flag in ("--resolve", "--package", "-p"):
-        if flag in given and "--cfg" not in given:
-            raise UserError(f"{flag} has no effect without --cfg", "", mistake=shlex.join(given[flag]))
-    if len(several) > 1:
-        why = ", which shows one run" if several[1] == "--cfg" else ""
-        problem = f"{several[0]} cannot stand beside {several[1]}{why}"
-        raise UserError(problem, "", mistake=shlex.join(given[several[0]]))
-    if "--shell-completion" in given and not {"install", "uninstall", "query"}.intersection(keys):
-        raise UserError("--shell-completion has no effect alone; write --shell-completion install=bash, or zsh, fish")
-
-
-def _merge_dotted_tags(line: CommandLine) -> None:
-    """Give Hydra tags with a dot in their names as one dictionary, where a dot is no level of the config."""
-    dotted = [
-        each for each in line.overrides if each.key_or_group.startswith("tags.") and each.key_or_group.count(".") > 1
-    ]
-    if not dotted:
-        return
-    tags = {each.key_or_group.removeprefix("tags."): str(each.input_line).partition("=")[2] for each in dotted}
-    for each in dotted:
-        line.arguments.remove(str(each.input_line))
-        line.overrides.remove(each)
-    text = ",".join(f"{name}:{_in_quotes(unquoted(value))}" for name, value in tags.items())
-    merged = _parsed(f"++tags={{{text}}}")
-    assert merged is not None
-    line.arguments.append(str(merged.input_line))
-    line.overrides.append(merged)
-
-
-def _drop_repeats(line: CommandLine) -> None:
-    """Train a value once that a sweep names twice."""
-    for number, override in enumerate(line.overrides):
-        value = override.value()
-        if not isinstance(value, ChoiceSweep):
-            continue
-        once = {str(each): text for each, text in zip(value.list, override.sweep_string_iterator(), strict=True)}
-        if len(once) < len(value.list):
-            typed = str(override.input_line)
-            text = f"{typed.partition('=')[0]}={','.join(once.values())}"
-            line.notes.append(f"{typed} has a value twice, which is trained once")
-            line.arguments[line.arguments.index(typed)] = text
-            line.overrides[number] = _parsed(text) or override
+    key, equals, typed = argument.partition("=")
+    value = typed if equals else following if following[:1] != "-" and "=" not in following else ""
+    wrong = shlex.join([argument] if equals or not value else [argument, following])
+    name, problem = key.strip("-").replace("-", "_"), f"{argument}: options have no dashes"
+    if name in own:
+        return UserError(problem, *([shlex.quote(f"{name}={value}")] if value else []), mistake=wrong)
+    return meant(name, value, problem, wrong)
 
 
 def _quoted_text(argument: str, override: Override | None) -> str:
@@ -278,12 +203,10 @@ def _check_names(override: Override) -> None:
             raise meant(key, typed.partition("=")[2], f"{key} is not a key of the config", shlex.quote(typed))
         near = [] if head in OTHER_NAMES else difflib.get_close_matches(head, groups, n=1, cutoff=0.75)
         if near and head not in groups:
-            value = typed.partition("=")[2]
-            rest = key.removeprefix(head)
-            fits = bool(rest) or {*value.split(",")} <= {*choices(near[0])}
-            remedies = [shlex.quote(f"{near[0]}{rest}={value}")] if fits else []
-            problem = f"{head} is not a key of the config; did you mean {near[0]!r}?"
-            raise UserError(f"{problem}; --cfg job shows all of them", *remedies, mistake=shlex.quote(typed))
+            remedy = shlex.quote(typed.replace(head, near[0], 1))
+            raise UserError(
+                f"{head} is not a key of the config (--cfg job shows all)", remedy, mistake=shlex.quote(typed)
+            )
         return
     if override.is_add():
         raise has_value(key, typed.lstrip("+"))
@@ -301,13 +224,8 @@ def _check_names(override: Override) -> None:
         if name not in known and not (key == "recipe" and _may_be_a_class(name)):
             meaning = format_name(name) if key == "precision" else name
             best, problem = most_like(meaning, known), f"{key}={name} is not a choice ({', '.join(known)})"
-            if key in _OWN and fraction(name) is not None:
-                raise UserError(problem, _OWN[key].format(name), mistake=shlex.quote(typed))
             others = dict.fromkeys(best if each == name else each for each in chosen)  # of a sweep the others stay
             remedy = f"{key}={','.join(others)}"
-            if key == "data" and not difflib.get_close_matches(name, known, cutoff=0.75):
-                best = ""
-                problem += "; text, imagefolder and hub take data of one's own, by data.path or data.name"
             raise UserError(problem, *([remedy] if best else []), mistake=shlex.quote(typed))
 
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mantissa.formats import BF16, FP32
-from trainer.config.command_line import as_typed, remedied
-from trainer.config.compose import refusal
+from trainer.config.command_line import as_typed
+from trainer.config.compose import mended
 from trainer.config.registration import key_of
 from trainer.config.schema import Config
 from trainer.config.typed import launcher, overrides_of
@@ -29,18 +29,9 @@ def new_run_command(folder: Path, changed: Sequence[str] = ()) -> str:
     What no longer fits, such as options of another choice, is mended as the parser of train.py says. Empty where that
     cannot be done without touching what is changed, or where it is not known how the run was started.
     """
-    facts, kept = run_facts(folder, "command"), {*changed}
-    line = overrides_of(RunFolder(folder), changed) if facts else []
-    while line:
-        if (why := refusal(line)) is None:
-            return command("train.py", line, facts["launcher"])
-        keys = set(map(key_of, kept))
-        free = [remedy for remedy in why.remedies if keys.isdisjoint(map(key_of, shlex.split(remedy)))]
-        before, line = line, remedied(line, free[0], why.mistake) if free else []
-        kept |= {*shlex.split(free[0])} if free else set()
-        if line == before or not kept <= {*line}:
-            break
-    return ""
+    facts = run_facts(folder, "command")
+    line = mended(overrides_of(RunFolder(folder), changed), shlex.join(changed)) if facts else []
+    return command("train.py", line, facts["launcher"]) if line and {*changed} <= {*line} else ""
 
 
 def compare_command(folder: Path, config: Config) -> str:

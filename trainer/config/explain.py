@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import Field, is_dataclass
 from typing import Any
 
@@ -15,9 +15,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from mantissa.names import format_name
 from trainer.config import registration as config
-from trainer.config.text import fraction, values_of
+from trainer.config.text import values_of
 from trainer.errors import UserError, most_like
-from trainer.parallel.world import launched_processes
 
 
 @contextmanager
@@ -61,12 +60,8 @@ def _explained(error: BaseException, where: str) -> UserError:
         return UserError(f"{where}{typed}: an option cannot be removed", "", mistake=typed)
     kind = str(next((entry.type for entry in known_options().get(key, {}).values()), ""))
     if any(isinstance(each, ValidationError | TypeError) for each in chain) and kind and "expected one of" not in first:
-        if kind[:4] == "dict":
-            return UserError(f"{where}{typed}: it has names, such as +{key}.NAME=VALUE")
-        several = [f"-m {key}={value.strip('[]')}"] if "," in value and "list" not in kind and override else []
-        if kind[:4] == "list" and value[:1] not in ("[", "{") and override:
-            several = [as_list(key, value)]
-        return UserError(f"{where}{typed} must be {values_of(kind)}", *several, mistake=typed if several else "")
+        others = [shlex.quote(f"{key}=[{value}]"), f"-m {key}={value.strip('[]')}"] if override else []
+        return UserError(f"{where}{typed} must be {values_of(kind)}", *others, mistake=typed if others else "")
     return UserError(f"{where}{typed}: {first}" if typed else f"{where}{first}")
 
 
@@ -80,15 +75,9 @@ def _missing(file: str, options: Sequence[str], where: str) -> UserError:
     group, _, name = file.rpartition("/")
     problem, typed = f"{where}there is no {file} ({', '.join(options)})", f"{group}={name}"
     if group.startswith("hydra/"):
-        more = "; scripts/search.py searches with Optuna" if group == "hydra/sweeper" else ""
-        return UserError(f"{where}{typed} is a plugin of Hydra's that is not installed{more}", "", mistake=typed)
-    if file.startswith("recipe/resn"):
-        return UserError(
-            f"{problem}; an architecture is an option of recipe=resnet",
-            f"recipe=resnet recipe.arch={name}",
-            mistake=typed,
-        )
-    return UserError(problem)
+        return UserError(f"{where}{typed} is a plugin of Hydra's that is not installed", "", mistake=typed)
+    near = most_like(name, options)
+    return UserError(problem, *([f"{group}={near}"] if near else []), mistake=typed)
 
 
 def known_options() -> dict[str, dict[str, Field[Any]]]:
@@ -116,13 +105,9 @@ def _unknown(key: str, owner: Any, value: str, where: str) -> UserError:
     classes = config.groups().get(group, {})
     typed = f"{key}={value}" if value else key
     if choices := known.get(key):
-        here = next((choice for choice, cls in classes.items() if cls is owner), None)
-        which = f"{group}={here}" if here else f"this {group}"
-        problem = f"{where}{key} is not an option of {which}"
-        if len(choices) > 3 or group == "data":  # whose path and name have to fit, too
-            return UserError(f"{problem}; it belongs to {group}={'|'.join(sorted(choices))}")
-        remedies = [f"{group}={name} {typed}" for name in sorted(choices) if name] if value else []
-        return UserError(problem, *remedies, "", mistake=typed)
+        problem = f"{where}{key} is an option of {group}={'|'.join(sorted(choices))} alone"
+        fit = sorted(choices) if value and len(choices) <= 3 and group != "data" else []  # whose path has to fit, too
+        return UserError(problem, *(f"{group}={name} {typed}" for name in fit), "", mistake=typed)
     if not classes or option in {**OTHER_NAMES, **NOT_HERE} or intended_key(option) != option:
         return meant(option if classes else key, value, f"{where}{key} is not a key of the config", typed)
     options = [entry.name for entry in config.options(owner)]  # those that the choice has, else all
@@ -132,8 +117,7 @@ def _unknown(key: str, owner: Any, value: str, where: str) -> UserError:
         ours = f"{group}.{near}"
         if ours == PRETRAINED:
             return meant(near, value, problem, typed)
-        remedies = [f"{ours}={value}"] if value and _takes(ours, value) else []
-        return UserError(f"{problem}; did you mean {ours!r}?" if not remedies else problem, *remedies, mistake=typed)
+        return UserError(f"{problem}: did you mean {ours}?", *([f"{ours}={value}"] if value else []), mistake=typed)
     typable = ", ".join(name for name in options if f"{group}.{name}" != PRETRAINED)
     return UserError(f"{problem}; {group} has {typable}; --cfg job shows all of them")
 
@@ -162,22 +146,14 @@ def meant(key: str, value: str, problem: str, typed: str) -> UserError:
         ours = most_like(name, [each for each in known if "." not in each])
         if not ours:
             return UserError(f"{problem}; --cfg job shows all of them")
-    return _offered(problem, ours, value, typed)
-
-
-def _offered(problem: str, ours: str, value: str, typed: str) -> UserError:
-    """Return the error that offers a known key, with the value that was typed only where that is one of its own."""
-    remedies, key = overrides_with(ours, value), ours.partition("=")[0]
-    choices = config.choices(key)
-    takes = ", ".join(choices) if choices else " or ".join(sorted(map(values_of, types_of(key))))
-    if key.startswith("data."):
-        takes = f"of data={'|'.join(sorted(known_options()[key]))}"
-    about = "" if remedies else f"; here it is {key}{takes and f' ({takes})'}"
-    return UserError(f"{problem}{about}", *remedies, mistake=typed)
+    key = ours.partition("=")[0]
+    if key != name:
+        problem += f": here it is {key}" + (f" ({', '.join(config.choices(key))})" if config.choices(key) else "")
+    return UserError(problem, *overrides_with(ours, value), mistake=typed)
 
 
 def overrides_with(ours: str, value: str) -> list[str]:
-    """Return the overrides that set a known key to a value, or to the nearest choice; empty: it takes no such value.
+    """Return the overrides that set a known key to a value, or to the nearest choice; empty: there is none.
 
     Args:
         ours: the key; or, with a value already, an override.
@@ -187,9 +163,7 @@ def overrides_with(ours: str, value: str) -> list[str]:
     if choices := config.choices(key):
         value = format_name(value) if key == "precision" else value
         meaning = value if value in choices else meaning or most_like(value, choices)
-    elif not meaning and value and _takes(key, value):
-        meaning = value
-    if not meaning or not _works_here(key, meaning):
+    if not (meaning := meaning or value):
         return []
     group, _, inner = key.partition(".")
     owners = [name for name in known_options().get(key, ()) if name not in ("", group)] or _files_with(group, inner)
@@ -202,65 +176,13 @@ def overrides_with(ours: str, value: str) -> list[str]:
     return [f"{group}={owner} {key}={meaning}" for owner in owners]
 
 
-def _works_here(key: str, value: str) -> bool:
-    """Return whether the machine and the launcher have what an option asks for."""
-    if key == "device":
-        from trainer.hardware import detect  # it imports torch
-
-        with suppress(UserError):
-            return bool(detect(value))
-        return False
-    return (key != "parallel" or value == "single" or launched_processes() > 1) and (key, value) != (
-        "precision",
-        "tf32",
-    )
-
-
-def _takes(key: str, value: str) -> bool:
-    """Return whether a value is of a type that an option has, or, of one that only YAML files have, of that in one."""
-
-    def kind(text: str) -> str:
-        if re.fullmatch(r"[+-]?\d[\d_]*", text):
-            return "int"
-        return (
-            "bool"
-            if text.lower() in ("true", "false")
-            else "float"
-            if fraction(text.rstrip("%")) is not None
-            else "str"
-        )
-
-    parts, given = _parts_of(key), kind(value)
-    if not parts:
-        return True
-    if parts >= {"int", "str"}:  # a number, or a word such as auto
-        return given == "int" or value in ("auto", "epoch")
-    if value[:1] == "[":
-        return takes_list(key)
-    return given in parts or (given == "int" and "float" in parts) or (given != "bool" and "str" in parts)
-
-
-def _parts_of(key: str) -> set[str]:
-    """Return the types that an option may have, each by itself; empty: they are not known."""
-    found = types_of(key)
-    if not found:
-        group, _, inner = key.partition(".")
-        samples = [
-            OmegaConf.select(OmegaConf.load(config.yaml_files(group)[name]), inner)
-            for name in _files_with(group, inner)
-        ]
-        found = {"list" if OmegaConf.is_list(each) else type(each).__name__ for each in samples}
-    return {part for types in found for part in types.split(" | ")}
-
-
 def takes_list(key: str) -> bool:
-    """Return whether the value of an option is a list."""
-    return any(part.startswith("list") for part in _parts_of(key))
-
-
-def as_list(key: str, values: str) -> str:
-    """Return the override that sets an option to a list, for a shell; ``values`` have commas between them."""
-    return shlex.quote(f"{key}=[{values}]")
+    """Return whether the value of an option is a list, by its type; or of one that only YAML files have, in those."""
+    group, _, inner = key.partition(".")
+    files = [config.yaml_files(group)[name] for name in _files_with(group, inner)]
+    return any("list" in types for types in types_of(key)) or any(
+        OmegaConf.is_list(OmegaConf.select(OmegaConf.load(file), inner)) for file in files
+    )
 
 
 def _files_with(group: str, inner: str) -> list[str]:
@@ -287,34 +209,29 @@ OTHER_NAMES = {
     **dict.fromkeys(("warmup", "warmup_iters", "num_warmup_steps"), "schedule.warmup_steps"),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "scheduler"), "schedule"),
     "optim": "optimizer",
-    **dict.fromkeys(("gpu", "cuda", "accelerator"), "device"),
     **dict.fromkeys(("num_workers", "n_workers", "dataloader_num_workers"), "loader.workers"),
     **dict.fromkeys(("default_root_dir", "save_dir", "out_dir", "logging_dir"), "output_dir"),
     **dict.fromkeys(("eval_steps", "eval_interval", "val_check_interval", "eval_strategy"), "eval_every"),
     **dict.fromkeys(("per_device_train_batch_size", "train_batch_size"), "batch_size"),
     "gradient_checkpointing": "activation_checkpointing=blocks",
     **dict.fromkeys(("torch_compile", "compile_model"), "compile"),
-    **dict.fromkeys(("strategy", "fsdp", "ddp"), "parallel"),
     "logging_steps": "log_every",
     "save_steps": "checkpoint.every",
-    "seed_everything": "seed",
     **dict.fromkeys(("logger", "report_to"), "tracking"),
     "pretrained": "init_from",
-    "fast_dev_run": "debug=fast",
-    "overfit_batches": "debug=overfit",
 }
 """Other trainers' names of keys that the key here does not resemble, or what one of their flags does."""
 NOT_HERE = {
     **dict.fromkeys(
         ("devices", "gpus", "num_gpus", "num_processes"), "torchrun --nproc-per-node starts several processes"
     ),
-    **dict.fromkeys(
-        ("local_rank", "local-rank"), "torchrun, which takes the place of torch.distributed.launch, sets it"
-    ),
+    "local_rank": "torchrun, which takes the place of torch.distributed.launch, sets it",
     **dict.fromkeys(
         ("accumulate_grad_batches", "gradient_accumulation_steps"),
         "batch_size is that of a step, which is accumulated from those of micro_batch_size",
     ),
+    **dict.fromkeys(("gpu", "cuda", "accelerator"), "device chooses it, by default a GPU where there is one"),
+    **dict.fromkeys(("strategy", "fsdp", "ddp"), "parallel has it (ddp, fsdp), for processes that torchrun starts"),
     "warmup_ratio": "schedule.warmup_steps counts steps, by default a twentieth of them",
     **dict.fromkeys(("num_classes", "n_classes"), "the data has the classes"),
     **dict.fromkeys(("do_train", "do_eval"), "every run trains and evaluates"),

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -29,7 +28,7 @@ from trainer.files import (
     run_facts,
 )
 from trainer.recipe import Decision, Recipe
-from trainer.run_folder import RunFolder, is_in_mlflow, run_around, run_of, to_continue
+from trainer.run_folder import RunFolder, is_in_mlflow, run_of, to_continue
 
 
 @dataclass(frozen=True)
@@ -122,10 +121,6 @@ def adopt(composed: DictConfig, typed: Collection[str], name: str) -> tuple[Init
     given, resume = composed.init_from, composed.resume
     if given is None or resume not in NO_FOLDER:
         return None, {}
-    path = Path(given).expanduser()
-    if CHECKPOINTS in (path.name, path.parent.name) and (run := run_around(path)):
-        remedy = quote(f"init_from={run.path}")
-        raise UserError(f"init_from={given} is inside of a run, whose best weights are taken", remedy)
     # The recipe opens it itself: a hub id, a folder of another library, published weights.
     if "pretrained" in composed.recipe and not _names_run(given):
         if is_kept(given):
@@ -174,7 +169,7 @@ def _of_run(source: InitFrom, given: str, composed: DictConfig, typed: Collectio
 def _names_run(given: str) -> bool:
     """Return whether this is a run, even one that is gone; else it is for the recipe: a hub id, a folder, a file."""
     path = Path(given).expanduser()
-    if is_in_mlflow(given) or run_of(path) is not None:
+    if is_in_mlflow(given) or run_of(path) is not None or CHECKPOINTS in (path.name, path.parent.name):
         return True
     return "/" in given and not path.exists() and path.parent.is_dir()
 
@@ -202,5 +197,5 @@ def _tokenizer(source: InitFrom, given: str, composed: DictConfig, typed: Collec
 
 
 def _contradicted(key: str, now: Any, given: str, before: Any) -> UserError:
-    mistake = f"{key}={quote(str(now))}"
+    mistake = f"{key}={shlex.quote(str(now))}"
     return UserError(f"{mistake}, but the run init_from={given} has {key}={before}", "", mistake=mistake)

@@ -119,7 +119,11 @@ def parse(
         if argument in ("-m", "--multirun") and others == "overrides":
             raise UserError(f"{argument} is for train.py alone", "", mistake=argument)
         if dashes and (name in names or others == "overrides"):
-            raise _without_dashes(argument, following, names)
+            from trainer.config.command_line import without_dashes
+            from trainer.config.compose import with_accepted
+
+            error = without_dashes(argument, following, names)
+            raise error if name in names else with_accepted(error, [])
         if equals and key in names:
             if not text:
                 raise UserError(f"{key}= has no value; write {key}=…")
@@ -170,20 +174,6 @@ def check_keys(overrides: list[str], options: type[Options]) -> None:
             raise UserError(f"{override} has no effect: {why}", "", mistake=typed)
         if takes and not {key, intended_key(key).partition(".")[0]} & {*takes}:
             raise UserError(f"{override} has no effect on a model that is trained", "", mistake=typed)
-
-
-def _without_dashes(argument: str, following: str, names: Collection[str]) -> UserError:
-    """Return what to write in the place of an option with dashes, whose value may be the next argument."""
-    key, equals, text = argument.partition("=")
-    name = key.lstrip("-").replace("-", "_")
-    value = text if equals else following if following[:1] != "-" and "=" not in following else ""
-    typed = shlex.join([argument] if equals or not value else [argument, following])
-    if name in names:
-        remedies = [shlex.quote(f"{name}={value}")] if value else []
-        return UserError(f"{argument}: options have no dashes", *remedies, mistake=typed)
-    from trainer.config.explain import meant
-
-    return meant(name, value, f"{argument}: options have no dashes", typed)
 
 
 def _value(options: type[Options], key: str, text: str) -> Any:

@@ -6,9 +6,7 @@ waited for.
 
 from __future__ import annotations
 
-import logging
 import os
-import shlex
 import signal
 import sys
 import traceback
@@ -18,10 +16,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from trainer.config import help
-from trainer.config.command_line import read, remedied
-from trainer.config.compose import refusal, with_all_values
+from trainer.config.command_line import read
+from trainer.config.compose import with_accepted, with_all_values
 from trainer.config.explain import explained
-from trainer.config.registration import key_of
 from trainer.config.text import say
 from trainer.errors import Interrupted, RunError, UserError, first_line, redacted
 from trainer.parallel.world import check_launch, launched_processes, tell_torchrun
@@ -29,10 +26,6 @@ from trainer.run import provenance
 from trainer.run.signals import OUTSIDE, clear_line
 from trainer.run.sweep import Sweep
 from trainer.terminal import leave_unread
-
-log = logging.getLogger("mantissa")
-_MISTAKES = 16
-"""Mistakes of one command line that are mended together, at most."""
 
 
 def main() -> int:
@@ -49,12 +42,9 @@ def main() -> int:
     try:
         check_launch()
         # Read the command line, and let Hydra compose each of its runs, which ``_train_one`` trains.
-        line = read(typed)
-        for note in line.notes:
-            log.warning(note)
-        codes = _sweep(Sweep(line))
+        codes = _sweep(Sweep(read(typed)))
     except UserError as error:
-        return _report(_with_accepted(error, typed))
+        return _report(with_accepted(error, typed))
     # Leave the other processes.
     if _in_a_group() and not any(codes):  # after a failure the other ranks may have exited
         sys.modules["torch.distributed"].destroy_process_group()
@@ -116,41 +106,13 @@ def _train_one(
         return 0, train(config, brief=brief).summary, False
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, UserError):
-            error = _with_accepted(error, overrides)
+            error = with_accepted(error, overrides)
         some_ranks = launched_processes() > 1 and not getattr(error, "shared", False)
         return (
             _report(error, composed.run_name if brief else ""),
             {},
             isinstance(error, KeyboardInterrupt) or some_ranks,
         )
-
-
-def _with_accepted(error: UserError, arguments: Sequence[str]) -> UserError:
-    """Return an error with those of its remedies that can be typed in this command line.
-
-    Where the line has several mistakes, the first remedy goes on to mend the others.
-    """
-    held, mistake = [], error.mistake
-    for remedy in error.remedies:
-        mended, wrong = remedy, mistake
-        for _ in range(_MISTAKES):
-            line = remedied(arguments, mended, wrong)
-            other = refusal(line) if line else UserError("there is nothing left")
-            if other is None:
-                held.append((mended, wrong))
-                break
-            # What leads back to the mistake is no remedy.
-            others = [each for each in other.remedies if _keys(each).isdisjoint(_keys(wrong))]
-            if not others or not other.mistake:
-                break
-            mended, wrong = f"{mended} {others[0]}".strip(), f"{wrong} {other.mistake}".strip()
-        if held and held[0][1] != mistake:  # it mends more than one
-            return UserError(error.problem, held[0][0], mistake=held[0][1], shared=error.shared)
-    return UserError(error.problem, *(remedy for remedy, _ in held), mistake=mistake, shared=error.shared)
-
-
-def _keys(typed: str) -> set[str]:
-    return set(map(key_of, shlex.split(typed)))
 
 
 def _report(error: Exception | KeyboardInterrupt, of_sweep: str = "") -> int:

@@ -299,11 +299,9 @@ class Follower(threading.Thread):
             params = {name: value for name, value in self._run.tags.items() if name in ("recipe", "precision")}
             parts["its entry in Models"] = partial(log_model, client, run_id, self._run.key, evaluated, params)
         parts["its description"] = partial(self._send_description, client, run_id)
-        if self._no_files:
-            parts["its files"] = self._refuse_files
-        else:
+        if not self._no_files:
             parts["its checkpoints"] = partial(self._send_checkpoints, client, run_id)
-        problems: dict[str, Exception] = {}
+        problems: dict[str, Exception] = {"its files": self._no_files} if self._no_files else {}
         for part, send in parts.items():
             self._check_wanted()
             self._lacks = part
@@ -316,10 +314,6 @@ class Follower(threading.Thread):
             raise next(iter(problems.values()))
         self._run.delivered = True
         self._record()
-
-    def _refuse_files(self) -> None:
-        assert self._no_files is not None
-        raise self._no_files
 
     def _has(self, path: Path) -> bool:
         """Return whether MLflow has a file or a folder of the run as it is now."""

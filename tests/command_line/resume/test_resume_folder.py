@@ -100,7 +100,7 @@ def test_what_would_be_another_run_is_refused(run: Path, train: Train) -> None:
         "optimizer.options.momentum=0.9": "optimizer.options was {'momentum': 0.5, 'nesterov': False}, now",
         "scaler=static": "scaler was dynamic, now static",
         "experiment=amp_mlp": "recipe.layers was 2, now 3",
-        "recipe.arch=resnet18": "recipe.arch is not an option of recipe=bignet",
+        "recipe.arch=resnet18": "recipe.arch is an option of recipe=resnet alone",
         "-m": "continues one run, but -m starts several; leave",
     }.items():
         done = train(*typed.split(), "resume=elsewhere/1e3", "steps=8")

@@ -54,7 +54,6 @@ def test_what_hydra_can_read_is_not_changed() -> None:
         "~optimizer.options.betas",
     ]
     assert read(typed).arguments == typed
-    assert read(["seed=1", "hydra.run.dir=here", "hydra.job.chdir=true"]).arguments == ["seed=1"]  # it makes a folder
     assert read(["seed=1,2", "-m"]).arguments == ["-m", "seed=1,2"]  # argparse takes flags first only
     assert read(["seed=1", "--cfg", "job", "steps=2"]).arguments == ["--cfg", "job", "seed=1", "steps=2"]
     assert read(["seed=1", "--info", "steps=2"]).arguments == ["--info=all", "seed=1", "steps=2"]
