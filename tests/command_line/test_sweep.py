@@ -64,7 +64,7 @@ def test_a_sweep_makes_a_folder_and_an_mlflow_run_for_each(
         _, precision, seed = name.split("-")
         config = json.loads((folder / "outputs" / name / "config.json").read_text())
         assert (config["precision.mode"], f"s{config['seed']}") == (precision, seed)
-        assert config["tags"] == {"group": "sweep-precision-seed"}
+        assert config["tags"] == {"group": "sweep-precision-seed", "swept": "precision seed"}
     ((view,),) = asked(store, "select value from experiment_tags where key = ?", VIEW_TAG)
     assert re.findall("params.`(.+?)`", view)[0] == "seed"
     assert len(set(asked(store, "select run_uuid from metrics where key = 'valid/loss'"))) == 4

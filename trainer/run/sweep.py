@@ -24,7 +24,7 @@ from trainer.config.registration import CONF, by_key, name_of_composed
 from trainer.errors import RunError, UserError
 from trainer.files import SAME
 from trainer.terminal import WIDTH
-from trainer.tracking.store import GROUP_TAG, cut
+from trainer.tracking.store import GROUP_TAG, SWEPT_TAG, cut
 
 _IN_EVERY_NAME = ("recipe", "precision", "seed")
 _LONGEST = 150
@@ -198,6 +198,7 @@ class Sweep:
             if GROUP_TAG not in composed.tags:
                 group = self.line.value("run_name") or "-".join(["sweep", *self.keys])
                 OmegaConf.update(composed, f"tags.{GROUP_TAG}", str(group), force_add=True)
+            OmegaConf.update(composed, f"tags.{SWEPT_TAG}", " ".join(self.keys), force_add=True)
         return str(composed.run_name), values
 
     def table(self) -> str:

@@ -45,6 +45,7 @@ from trainer.tracking.store import (
     cut,
     database_file,
     find_run,
+    metric_key,
     show_swept,
     valid_key,
 )
@@ -114,6 +115,8 @@ class Follower(threading.Thread):
         """False: MLflow has refused to remove a checkpoint."""
         self._no_files: UserError | None = None
         """Why files do not arrive at the server."""
+        self._renamed: set[str] = set()
+        """Metrics of which it has been said that MLflow does not take their names."""
         self._stored: dict[str, int] = {}
         """The last step of each metric in MLflow when this attempt began: a resumed run logs later steps again."""
 
@@ -270,6 +273,12 @@ class Follower(threading.Thread):
         """Send the values of lines of a metric log, but for those of steps that MLflow has, and those not finite."""
         from mlflow.entities import Metric
 
+        lines = list(lines)
+        for name in {name for line in lines for name in line} - self._renamed:
+            if valid_key(name) != name:
+                self._renamed.add(name)
+                log.warning("MLflow takes no metric named %s; there it is %s.", name, key_of(name))
+
         # A point for each value: MLflow's name of the metric, the time in milliseconds, the step.
         metrics = [
             Metric(key, float(value), int(line["time"] * 1000), line["step"])
@@ -285,7 +294,7 @@ class Follower(threading.Thread):
         """Send the rest: first how the run ended, then what takes long; what is refused keeps nothing else back."""
         self._send_metrics(client, run_id)
         summary = read_object(self._folder / SUMMARY_FILE)
-        self._send_points(client, run_id, summary_lines(self._folder / METRICS_FILE, summary), valid_key)
+        self._send_points(client, run_id, summary_lines(self._folder / METRICS_FILE, summary), metric_key)
         files = [self._folder / name for name in (METRICS_FILE, SUMMARY_FILE)]
         ended_s = max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
         client.set_terminated(run_id, self._status, int(ended_s * 1000))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.files import BEST, read_object
-from trainer.tracking.store import KEY_TAG, valid_key
+from trainer.tracking.store import KEY_TAG, metric_key
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -42,7 +42,7 @@ def log_model(client: MlflowClient, run_id: str, key: str, lines: list[dict[str,
         for name in line.keys() - {"step", "time"}:
             if line[name] is not None:
                 at_ms = int(line["time"] * 1000)
-                points[valid_key(name)] = Metric(valid_key(name), float(line[name]), at_ms, line["step"])
+                points[metric_key(name)] = Metric(metric_key(name), float(line[name]), at_ms, line["step"])
     run = client.get_run(run_id)
     for known in client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run_id}'"):
         if known.tags.get(KEY_TAG) == key:

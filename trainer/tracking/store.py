@@ -13,6 +13,7 @@ import shlex
 import sqlite3
 import sys
 import uuid
+import zlib
 from collections.abc import Sequence
 from contextlib import closing
 from importlib import import_module
@@ -39,6 +40,8 @@ _MOST_PARAMS = 12
 """Params in the view; MLflow takes 5,000 characters."""
 GROUP_TAG = "group"
 """The tag that runs of one sweep, search or comparison share: its name."""
+SWEPT_TAG = "swept"
+"""The tag of a sweep's runs that has its keys."""
 KEY_TAG = "mantissa.key"
 """The tag that holds the key of a run (``TrackedRun.key``)."""
 _OF_THE_MACHINE = re.compile(r"\w+_per_s|(process_)?memory_bytes|step_time_s|checkpoint_stall_s|mfu")
@@ -284,20 +287,24 @@ def _view(params: Sequence[str] = ()) -> str:
 
 
 def show_swept(client: MlflowClient, run_id: str) -> None:
-    """Add to the view's columns the params in which this run differs from the newest other run of its group.
+    """Add to the view's columns what a sweep sweeps, then what else differs from the newest other run of its group.
 
     Every run of a group does so when it begins: together they show what varies, without a list of it.
     """
     run = client.get_run(run_id)
+    own = [key for key in run.data.tags.get(SWEPT_TAG, "").split() if key in run.data.params]
     experiment_id, group = run.info.experiment_id, run.data.tags[GROUP_TAG].replace("'", "_")  # any character
     newest = client.search_runs([experiment_id], f"tags.`{GROUP_TAG}` LIKE '{group}'", max_results=2)
-    for other in [other.data.params for other in newest if other.info.run_id != run_id][:1]:
-        view = json.loads(client.get_experiment(experiment_id).tags.get(VIEW_TAG) or _view())
-        columns = json.loads(view["state"])["selectedColumns"]
-        known = [column[len("params.`") : -1] for column in columns if column.startswith("params.")]
-        varied = [key for key, value in sorted(run.data.params.items()) if other.get(key, value) != value]
-        if new := [key for key in varied if key not in known and not key.startswith(_NO_COLUMN)]:
-            client.set_experiment_tag(experiment_id, VIEW_TAG, _view([*known, *new][:_MOST_PARAMS]))
+    other: dict[str, str] = next((other.data.params for other in newest if other.info.run_id != run_id), {})
+    varied = [key for key, value in sorted(run.data.params.items()) if other.get(key, value) != value]
+    view = json.loads(client.get_experiment(experiment_id).tags.get(VIEW_TAG) or _view())
+    columns = json.loads(view["state"])["selectedColumns"]
+    known = [column[len("params.`") : -1] for column in columns if column.startswith("params.")]
+    if new := [key for key in (*own, *varied) if key not in known and not key.startswith(_NO_COLUMN)]:
+        first = [key for key in own if key in new]
+        client.set_experiment_tag(
+            experiment_id, VIEW_TAG, _view([*dict.fromkeys([*first, *known, *new])][:_MOST_PARAMS])
+        )
 
 
 def curve_key(name: str) -> str:
@@ -308,7 +315,13 @@ def curve_key(name: str) -> str:
     """
     if "/" not in name:
         name = f"{'system' if _OF_THE_MACHINE.fullmatch(name) else 'train'}/{name}"
-    return valid_key(name)
+    return metric_key(name)
+
+
+def metric_key(name: str) -> str:
+    """Return MLflow's name of a metric; where it is another, with a number, so that no two become one."""
+    key = valid_key(name)
+    return key if key == name else f"{key[:240]}-{zlib.crc32(name.encode()):08x}"
 
 
 def valid_key(name: str) -> str:

@@ -45,6 +45,8 @@ def test_what_varies_within_a_group_is_a_column(folder: Path, store: str, group:
     track("y", {"group": "many"}, **{f"x{number}": -number for number in range(30)})
     columns = shown(store)
     assert columns[:2] == ["optimizer.lr", "seed"]
+    track("swept", {"group": "sweep", "swept": "precision z.last"}, **{"z.last": 1})
+    assert shown(store)[:2] == ["z.last", "optimizer.lr"], "what a sweep sweeps comes first, from its first run on"
     assert 2 < len(columns) < 32, "MLflow takes 5,000 characters"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mlflow.utils.validation import validate_param_and_metric_name
 from sqlalchemy.engine import make_url
 
 from tests.helpers import PROJECT
@@ -255,6 +256,27 @@ def test_keys_become_ones_that_mlflow_takes() -> None:
         "train/loss", "train/grad_norm", "system/checkpoint_stall_s", "system/tokens_per_s", "system/mfu",
         "valid/loss", "numerics/lost",
     ]  # fmt: skip
+
+
+def test_names_of_metrics_that_mlflow_refuses_stay_apart_and_are_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent: list[str] = []
+    client = SimpleNamespace(log_batch=lambda run_id, metrics, **_: sent.extend(metric.key for metric in metrics))
+    follower = Follower(tmp_path, "sqlite:///", TrackedRun("e", "r", {}, {}))
+    values = {"valid/f1@5%": 0.5, "valid/f1@5$": 0.6, "valid/f1_5_": 0.7, "valid/" + "k" * 250 + "a": 1.0, "loss": 1.0}
+    for step in (1, 2):
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "time": 0.0} | values) + "\n")
+        follower._send_metrics(client, "id")  # type: ignore[arg-type]
+    assert len(set(sent)) == len(values)
+    assert sent[: len(values)] == sent[len(values) :]
+    assert {"valid/f1_5_", "train/loss"} < set(sent)
+    assert all(validate_param_and_metric_name(name) and len(name) <= 250 for name in sent)
+    assert (
+        sum("MLflow takes no metric named valid/f1@5%; there it is valid/f1_5_-" in each for each in caplog.messages)
+        == 1
+    )
 
 
 def test_series_have_a_gap_where_a_value_was_not_finite(tmp_path: Path) -> None:
