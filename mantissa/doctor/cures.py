@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -122,7 +122,8 @@ def operator_cure(step: Step, operators: list[str], at: dict[str, Any] | None = 
 def cast_cures(step: Step) -> Iterator[Cure]:
     """Yield each line of the forward code that asks for 16 bits, with fp32 instead."""
     for cast in explicit_casts(step.as_run()):
-        yield Cure(NO_CAST, step.without_casts(cast.line), {"module": cast.module, "line": cast.line})
+        at = {"module": cast.module, "line": cast.line}
+        yield Cure(f"{NO_CAST}: {cast.line}", step.without_casts(cast.line), at)
 
 
 def operators_of(step: Step, finding: Finding) -> Iterator[Cure]:
@@ -312,8 +313,9 @@ def places(step: Step, trial: Trial) -> Iterator[Cure]:
             yield operator_cure(step, [name], {"line": line})
         yield together
 
-    # Casts of a line.
-    yield from cast_cures(step)
+    # Casts of a line, which may be another one than the line that they make wrong.
+    for cure in cast_cures(step):
+        yield replace(cure, at={}) if trial.finding.line else cure
 
     # Submodules.
     names = _innermost(step, trial)
