@@ -103,11 +103,6 @@ def scale_cures(step: Step, scale: float | None) -> tuple[Cure, ...]:
     return (Cure(step.remedies.scale(scale), step.at_scale(scale)),) if scale is not None else ()
 
 
-def format_cure(step: Step, format: Format) -> Cure:
-    """Return another format as a cure."""
-    return Cure(step.remedies.format(format), step.in_format(format))
-
-
 def module_cure(step: Step, modules: list[str], at: dict[str, Any] | None = None) -> Cure:
     """Return modules in fp32 as a cure."""
     other = step.in_fp32(modules)
@@ -167,7 +162,7 @@ def search(step: Step, trial: Trial, scale: float | None, other: Format | None) 
     held += trial.first(operators_of(step, finding))
     held = held or trial.first(operators_of_line(step, finding))
     # Another format with 16 bits.
-    return held + trial.first([format_cure(step, other)] if other else [])
+    return held + trial.first([Cure(step.remedies.format(other), step.in_format(other))] if other else [])
 
 
 # --- islands: the fewest modules in fp32 ---
