@@ -29,7 +29,6 @@ MAPPINGS = {
     IMAGES: "IMAGE_CLASSIFICATION",
 }
 """Tasks that models are trained for here: transformers' names in ``AutoModelFor…`` and ``MODEL_FOR_…_MAPPING``."""
-_BY_YOURSELF = "load it yourself and call mantissa.examine(model, loss, batches)"
 _POINTER = b"version https://git-lfs"
 """How files begin that Git LFS leaves until it gets theirs."""
 _LEAST_TOKENS = 16
@@ -52,9 +51,7 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
         raise UsageError("checkup needs transformers, which is not installed; pip install transformers") from error
     path = Path(source)
     is_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or ("/" in source and path.parent.is_dir())
-    if path.is_file():
-        raise UsageError(f"{source} is a file; give the folder that save_pretrained wrote")
-    if is_path and not path.is_dir():
+    if path.is_file() or (is_path and not path.is_dir()):
         raise UsageError(f"{source}: there is no such folder; give one that save_pretrained wrote")
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -63,8 +60,8 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
         named = [task for task in able for name in config.architectures or [] if f".{name}'" in able[task]]
         if not able:
             raise UsageError(
-                f"{source}: a model of type {config.model_type} is no language model and classifies no images; "
-                + _BY_YOURSELF
+                f"{source}: a model of type {config.model_type} is no language model and classifies no images; load it "
+                "yourself and call mantissa.examine(model, loss, batches)"
             )
         task = [*named, *able][0]
         loader = getattr(transformers, f"AutoModelFor{task}")
@@ -78,10 +75,6 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
         if pointers := [file.name for file in sorted(path.glob("*")) if file.is_file() and _is_pointer(file)]:
             why = f"{pointers[0]} is a pointer of Git LFS in the place of the file; get that with git lfs pull"
         raise UsageError(f"{source} cannot be loaded: {why}") from error
-    if task != IMAGES and "input_ids" not in inspect.signature(model.forward).parameters:
-        raise UsageError(
-            f"{source}: {type(model).__name__} takes {model.main_input_name} in the place of text; {_BY_YOURSELF}"
-        )
     return model.to("cuda" if torch.cuda.is_available() else "cpu").train(), task
 
 

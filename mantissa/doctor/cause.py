@@ -1,16 +1,15 @@
-"""The cause of a step that is not finite, or that raises: which operator, at which line, and what kind of fault it is.
+"""The cause of a step that is not finite, or that raises: what kind of fault it is, and what may cure it.
 
-``find_origin`` locates the operator on the tape of all that is not finite; rules then say what it means.
+``find_origin`` asks one rule after another what the operator means that ``locate`` names.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import groupby, zip_longest
+from functools import partial
+from itertools import zip_longest
 from operator import itemgetter
 from traceback import walk_tb
 from typing import Any, NamedTuple
@@ -18,22 +17,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_map
 
 from mantissa.display import dtype_name
 from mantissa.doctor.finding import DOMAIN, EXCEPTION, INPUT, OVERFLOW, UNDERFLOW, Cure, Finding
-from mantissa.doctor.outliers import Outlier, find_outlier, samples, without_outliers
-from mantissa.doctor.tape import UNWRITTEN, Node, Outside, Tape
+from mantissa.doctor.origin import Origin, in_fp64, locate, recompute
+from mantissa.doctor.outliers import samples, without_outliers
+from mantissa.doctor.tape import UNWRITTEN, Tape
 from mantissa.errors import described
-from mantissa.formats import FP16, FP32
-from mantissa.step.step import Batch, Replay, ReplayResult, Step, batch_key, map_tensors
+from mantissa.formats import FP16
+from mantissa.step.step import Batch, Replay, Step, batch_key, map_tensors
 from mantissa.step.trace import BACKWARD, CAST, FORWARD, Op, Site, Trace, line_of_exception
 from mantissa.tensors import numbers_in, storage
 
-_MASKED = ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "log_softmax", "softmax")
-"""Operators that masks of -inf are meant for; they are NaN where all is masked."""
-_CANDIDATES = 12
-"""Operators that are tried out, one pass each."""
 _SAMPLES = 4
 """Samples that are named as the cause, at most: more are the model's matter."""
 _ROOTS = ("sqrt", "norm", "linalg_vector_norm", "std")
@@ -46,84 +41,6 @@ _IGNORED = -100
 """Target that torch's losses leave out by default."""
 _DEPTH = 96
 """Operators before one that divides by 0, among which one is looked for whose result became 0."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The operator that makes a step not finite, and what is known of it."""
-
-    replay: Replay
-    """Replay of the step, at the loss scale that is not finite."""
-    format: str
-    """Format of the finding."""
-    node: Node
-    path: tuple[str, ...]
-    """Modules and operators from it to the output that it spoils."""
-    others: int
-    """Operators that are the first of their chains, as this one is; 0: it is the only one."""
-    opened: str
-    """Fused attention that it is inside of, as torch's MATH kernel shows; empty: none."""
-
-    @property
-    def masks(self) -> list[Outside]:
-        """Masks from outside that reach it."""
-        return [root for root in self.node.roots() if root.is_mask]
-
-    @property
-    def from_outside(self) -> bool:
-        """Whether what it is given is not finite, and is no mask that it can take."""
-        roots = self.node.roots()
-        meant = len(self.masks) == len(roots) and self.node.site.op.removeprefix("aten.") in _MASKED
-        return bool(roots) and not meant
-
-    @property
-    def in_fp32(self) -> bool:
-        """Whether it computes in fp32."""
-        return self.replay.format.number is FP32
-
-    @cached_property
-    def recomputed(self) -> Recomputed:
-        """What it is in fp64; taken once, by the first rule that asks."""
-        return recompute(self.replay, self.node.number)
-
-    @property
-    def kind(self) -> str:
-        """Kind of fault of the operator itself."""
-        return self.recomputed.kind
-
-    @property
-    def is_forward_overflow(self) -> bool:
-        """Whether a number of the forward pass is too large."""
-        return self.kind == OVERFLOW and self.node.site.direction == FORWARD
-
-    @cached_property
-    def outlier(self) -> Outlier | None:
-        """Sample that is far larger than others, from which the overflow may come."""
-        return find_outlier(self.replay.step.microbatches) if self.is_forward_overflow else None
-
-    @property
-    def numbers(self) -> Iterator[str]:
-        """What was measured, in words."""
-        yield self.recomputed.numbers
-        if self.masks:
-            rows = ", ".join(map(str, self.masks[0].rows[:4]))
-            yield f"{self.masks[0].name} masks all of it in rows {rows}"
-        if self.outlier is not None:
-            yield str(self.outlier)
-
-    def finding(self, kind: str, details: Iterable[str], site: Site | None = None, **fields: Any) -> Finding:
-        """Return the fault.
-
-        Args:
-            kind: of the fault.
-            details: in words.
-            site: where it is; None: at the operator.
-            fields: more fields of a finding.
-        """
-        detail = "; ".join(details)
-        if self.opened:
-            detail += f"; inside {self.opened}, opened (fused kernels keep the scores in fp32)"
-        return Finding.at(site or self.node.site, kind, self.format, detail=detail, path=self.path, **fields)
 
 
 def find_origin(replay: Replay, format: str) -> Finding | None:
@@ -157,125 +74,7 @@ def find_origin(replay: Replay, format: str) -> Finding | None:
         return known or _operator(origin)
 
 
-def locate(replay: Replay, format: str, opened: str = "") -> Origin | None:
-    """Return the operator that makes a step not finite; None: none does.
-
-    The tape is sliced from the step's outputs that are not finite. Where the slice has several first operators, each is
-    repaired alone (its results that are not finite become ±1), and the one without which the outputs are finite is the
-    cause.
-    """
-    # Everything that is not finite, and of it what reaches an output.
-    data = [(batch_key(name), tensor) for batch in replay.step.microbatches for name, tensor in batch.items()]
-    tape = Tape([*replay.model.named_parameters(), *replay.model.named_buffers()], data)
-    with Trace(replay.model, tape.visit, lines=True):
-        result = replay.run()
-    slice_ = tape.behind(result.outputs[name] for name in result.nonfinite)
-    if not slice_:
-        return None
-
-    # The first operator; of several, the one without which all is finite.
-    starts = [node for node in slice_ if node.computes] or slice_[:1]
-    firsts = [next(nodes) for _, nodes in groupby(starts, key=lambda node: node.number)]
-    alone = firsts if len(firsts) == 1 else [node for node in firsts[:_CANDIDATES] if _is_cured_by(replay, node)][:1]
-    node = alone[0] if alone else firsts[0]
-    path = _path(node, slice_, result)
-    origin = Origin(replay, format, node, path, 0 if alone else len(starts), opened)
-
-    # Fused attention hides its operators: torch's MATH kernel shows them.
-    if "scaled_dot_product" in node.site.op and not opened and not origin.from_outside:
-        with sdpa_kernel(SDPBackend.MATH):
-            return locate(replay, format, node.site.op) or origin
-    return origin
-
-
-def _is_cured_by(replay: Replay, node: Node) -> bool:
-    """Return whether the outputs are finite where the results of an operator are."""
-
-    def repair(op: Op) -> None:
-        for result in numbers_in(op.result) if op.number == node.number else ():
-            result.copy_(torch.nan_to_num(result, nan=1.0, posinf=1.0, neginf=-1.0))
-
-    with Trace(None, repair):
-        return not replay.run().nonfinite
-
-
-def _path(cause: Node, slice_: Sequence[Node], result: ReplayResult) -> tuple[str, ...]:
-    """Return what the fault passes through: the modules, or operators outside of them, and at last an output."""
-    spoiled = result.nonfinite[0]  # the loss, else a gradient, else a buffer
-    if cause.site.direction == FORWARD and spoiled == "loss":
-        slice_ = [node for node in slice_ if node.site.direction == FORWARD]
-    ways = {cause: [cause]}  # from the cause to each operator that it reaches, in order
-    for node in slice_:
-        sources = [source for source in node.sources if source in ways]
-        if sources and node not in ways:
-            ways[node] = [*ways[sources[-1]], node]
-    _, *passed = [node.site for node in list(ways.values())[-1]]
-    names = [name for name, _ in groupby(site.module or site.op.removeprefix("aten.") for site in passed)]
-    if len(names) > 4:
-        names = [*names[:2], "…", names[-1]]
-    return (*names, f"gradient of {spoiled}" if spoiled in result.gradients else spoiled)
-
-
-# --- what the operator does: the same one in fp64 ---
-
-
-class Recomputed(NamedTuple):
-    """What an operator does in fp64."""
-
-    kind: str
-    """``OVERFLOW``: its result is finite there; ``DOMAIN``: it is not."""
-    numbers: str
-
-
-def recompute(replay: Replay, number: int) -> Recomputed:
-    """Compute the operator with a number again in fp64, from its own inputs."""
-    # Its results, beside those in fp64.
-    pairs: list[tuple[Tensor, Tensor]] = []
-
-    def compare(op: Op) -> Any:
-        if op.number != number:
-            return op.run()
-        wide = _in_fp64(op)  # before the operator, which may change its inputs
-        result = op.run()
-        pairs.extend(zip([tensor.detach().clone() for tensor in numbers_in(result)], wide, strict=False))
-        return result
-
-    with Trace(None, run=compare):
-        replay.run()
-
-    # What the first of them says that is not finite.
-    for low, wide in pairs:
-        bad = ~torch.isfinite(low)
-        if low.shape != wide.shape or not bool(bad.any()):
-            continue
-        reference = wide[bad]
-        count = f"{int(bad.sum()):,} of {low.numel():,} elements"
-        if bool(torch.isfinite(reference).all()):
-            amax, largest = reference.abs().max().item(), torch.finfo(low.dtype).max
-            if amax <= largest:
-                detail = f"an intermediate result overflows; the reference has at most {amax:.6g}, {count}"
-                return Recomputed(OVERFLOW, detail)
-            return Recomputed(OVERFLOW, f"reference amax {amax:.6g} > {largest:.6g}, {count}")
-        shown = sorted({f"{value:g}" for value in reference[~reference.isfinite()].tolist()})
-        return Recomputed(DOMAIN, f"the reference is {', '.join(shown)} too, {count}")
-    return Recomputed(DOMAIN, "the operator could not be computed again in fp64")
-
-
-def _in_fp64(op: Op) -> list[Tensor]:
-    """Return the floating-point results of an operator, computed in fp64 from its inputs; none if it cannot be."""
-
-    def wide(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.detach().double() if value.is_floating_point() else value.detach().clone()
-        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
-
-    try:
-        return numbers_in(op.func(*tree_map(wide, op.args), **tree_map(wide, op.kwargs)))
-    except (RuntimeError, NotImplementedError):
-        return []
-
-
-# --- what it means: the rules of ``find_origin`` ---
+# --- the rules of ``find_origin`` ---
 
 
 def _input(origin: Origin) -> Finding | None:
@@ -372,23 +171,21 @@ def _operator(origin: Origin) -> Finding:
     kind, site, details = origin.kind, origin.node.site, list(origin.numbers)
     if site.op == "aten.exp":
         details.append("subtract the maximum before exp, as torch.logsumexp does")
+    cures: list[Cure] = []
     if kind == DOMAIN and site.direction == BACKWARD:
         details.append("torch.where and masks leave such a derivative as it is: change what it is computed from")
+        cures += _derivative_cures(origin.replay, site)
     rows = _spoiling(origin.replay) if origin.in_fp32 else []
     if rows:
         details.append(f"{samples(rows)} of the batch alone")
+        cures = [_without_samples(origin.replay, rows), *cures]
     if origin.others:
         details.append(f"{origin.others} operators are not finite independently of each other, this is the first")
-    cures = [*_sample_cures(origin.replay, rows)]
-    if kind == DOMAIN and site.direction == BACKWARD:
-        cures += _derivative_cures(origin.replay, site)
     return origin.finding(kind, details, candidates=tuple(cures))
 
 
-def _sample_cures(replay: Replay, rows: list[int]) -> Iterator[Cure]:
-    """Yield batches without the samples that spoil them as a cure, where some rows do in this one."""
-    if not rows:
-        return
+def _without_samples(replay: Replay, rows: list[int]) -> Cure:
+    """Return batches without the samples that spoil them as a cure; ``rows`` are those of this one."""
 
     def data(batch: Batch) -> Batch:
         one = replay.of(replay.step.with_microbatches([batch]))
@@ -397,7 +194,7 @@ def _sample_cures(replay: Replay, rows: list[int]) -> Iterator[Cure]:
         return _with_rows(batch, [row for row in range(size) if row not in bad], size) if bad else batch
 
     usual = replay.step.with_microbatches(map(data, replay.step.microbatches))
-    yield Cure(f"leave out {samples(rows)}, and others like it", usual, data=data)
+    return Cure(f"leave out {samples(rows)}, and others like it", usual, data=data)
 
 
 def _derivative_cures(replay: Replay, site: Site) -> Iterator[Cure]:
@@ -439,7 +236,7 @@ def _flushed(replay: Replay, number: int) -> Flushed | None:
         if op.number == number:
             flushed = last and last[1]
             return
-        wide = [] if op.is_mutable or unwritten else _in_fp64(op)
+        wide = [] if op.is_mutable or unwritten else in_fp64(op)
         for result, exact in zip_longest(numbers_in(op.result), wide):
             if result is not None and (op.is_mutable or storage(result) not in read):  # a view has no new values
                 lost = _zeros(result, exact)

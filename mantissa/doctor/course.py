@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -50,40 +50,34 @@ def seconds_to_train(step: Step, budget: Budget, trainings: int = 1) -> float:
     return taken * trainings + budget.spent.get(FP32.name, taken) * (_REPLAYS + 2)  # the exact one, and one that rests
 
 
-@dataclass(frozen=True)
 class Standard:
-    """What a format is compared with: the same steps in the reference, and how much rounding changes them."""
+    """What a format is compared with: the same steps in the reference, and how much rounding changes them.
 
-    batches: list[list[Batch]]
-    exact: Tensor
-    """Losses of the reference, fp64."""
-    weights: dict[str, Tensor]
-    """What they have become."""
-    middle: Tensor
-    limit: Tensor
-    """How far from the middle the loss of each step may be; infinite: anything is rounding."""
+    Args:
+        step: the first one.
+        batches: the microbatches of each step.
+    """
 
-    @classmethod
-    def of(cls, step: Step, batches: list[list[Batch]]) -> Standard:
-        """Train some steps in the reference, and where the format has 16 bits, changed by its rounding error, too."""
+    def __init__(self, step: Step, batches: list[list[Batch]]) -> None:
+        self._step, self.batches = step, batches
         replay = step.exact()
-        exact = losses_of(replay, batches)
-        weights = {name: weight.detach().clone() for name, weight in replay.model.named_parameters()}
-        return cls.beside(step, batches, exact, weights)
+        self.exact = losses_of(replay, batches)
+        """Losses of the reference, fp64."""
+        self.weights = {name: weight.detach().clone() for name, weight in replay.model.named_parameters()}
+        """What they have become."""
 
-    @classmethod
-    def beside(cls, step: Step, batches: list[list[Batch]], exact: Tensor, weights: dict[str, Tensor]) -> Standard:
-        """Return the standard for a step of which the reference is trained already."""
-        if step.format.number is FP32:  # whose chaos soon leaves any spread
-            return cls(batches, exact, weights, exact, torch.full_like(exact, math.inf))
-        unit = step.format.number.unit_roundoff
-        references = torch.stack([_perturbed(step, batches, unit, seed) for seed in range(_REPLAYS)])
+    @cached_property
+    def spread(self) -> tuple[Tensor, Tensor]:
+        """The middle of the losses of references that are changed by the rounding error, and how far from it a loss
+        may be; infinite: anything is rounding.
+        """
+        number = self._step.format.number
+        if number is FP32:  # whose chaos soon leaves any spread
+            return self.exact, torch.full_like(self.exact, math.inf)
+        unit = number.unit_roundoff
+        references = torch.stack([_perturbed(self._step, self.batches, unit, seed) for seed in range(_REPLAYS)])
         spread = (references.max(0).values - references.min(0).values).cummax(0).values
-        return cls(batches, exact, weights, references.mean(0), _TIMES * spread.clamp(min=unit * unit))
-
-    def leaves(self, losses: Tensor) -> int | None:
-        """Return at which step losses leave it, see the function ``leaves``."""
-        return leaves(losses, self.middle, self.limit)
+        return references.mean(0), _TIMES * spread.clamp(min=unit * unit)
 
     def is_worse(self, losses: Tensor, step: Step) -> bool:
         """Return whether losses lose a quarter of what was learned, and more than by a change of the last bit."""
@@ -163,7 +157,7 @@ class Course:
         if not standard.exact.isfinite().all() or explodes(standard.exact, standard.exact[:1]):
             return None
         losses = losses_of(changed.as_run(), standard.batches)
-        holds = bool(losses.isfinite().all()) and standard.leaves(losses) is None
+        holds = bool(losses.isfinite().all()) and leaves(losses, *standard.spread) is None
         # A constant that rounding adds to the loss is not what training learns.
         learned = losses - (losses - standard.exact)[0]
         return replace(cure, about="") if holds and not standard.is_worse(learned, changed) else None
@@ -181,10 +175,7 @@ class Course:
             id(changed.weights),
         )
         if key not in self._standards:
-            batches = changed.following(self.count)
-            if cure.data is not None:
-                batches = [list(map(cure.data, microbatches)) for microbatches in batches]
-            self._standards[key] = Standard.of(changed, batches)
+            self._standards[key] = Standard(changed, cure.of(changed.following(self.count)))
         return self._standards[key]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -103,11 +103,6 @@ def scale_cures(step: Step, scale: float | None) -> tuple[Cure, ...]:
     return (Cure(step.remedies.scale(scale), step.at_scale(scale)),) if scale is not None else ()
 
 
-def format_cure(step: Step, format: Format) -> Cure:
-    """Return another format as a cure."""
-    return Cure(step.remedies.format(format), step.in_format(format))
-
-
 def module_cure(step: Step, modules: list[str], at: dict[str, Any] | None = None) -> Cure:
     """Return modules in fp32 as a cure."""
     other = step.in_fp32(modules)
@@ -122,7 +117,8 @@ def operator_cure(step: Step, operators: list[str], at: dict[str, Any] | None = 
 def cast_cures(step: Step) -> Iterator[Cure]:
     """Yield each line of the forward code that asks for 16 bits, with fp32 instead."""
     for cast in explicit_casts(step.as_run()):
-        yield Cure(NO_CAST, step.without_casts(cast.line), {"module": cast.module, "line": cast.line})
+        at = {"module": cast.module, "line": cast.line}
+        yield Cure(f"{NO_CAST}: {cast.line}", step.without_casts(cast.line), at)
 
 
 def operators_of(step: Step, finding: Finding) -> Iterator[Cure]:
@@ -166,7 +162,7 @@ def search(step: Step, trial: Trial, scale: float | None, other: Format | None) 
     held += trial.first(operators_of(step, finding))
     held = held or trial.first(operators_of_line(step, finding))
     # Another format with 16 bits.
-    return held + trial.first([format_cure(step, other)] if other else [])
+    return held + trial.first([Cure(step.remedies.format(other), step.in_format(other))] if other else [])
 
 
 # --- islands: the fewest modules in fp32 ---
@@ -312,8 +308,9 @@ def places(step: Step, trial: Trial) -> Iterator[Cure]:
             yield operator_cure(step, [name], {"line": line})
         yield together
 
-    # Casts of a line.
-    yield from cast_cures(step)
+    # Casts of a line, which may be another one than the line that they make wrong.
+    for cure in cast_cures(step):
+        yield replace(cure, at={}) if trial.finding.line else cure
 
     # Submodules.
     names = _innermost(step, trial)

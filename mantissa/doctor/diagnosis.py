@@ -31,7 +31,6 @@ from mantissa.doctor.checks import (
 )
 from mantissa.doctor.course import Course
 from mantissa.doctor.cures import Islands, Trial, line_of_error, places, search
-from mantissa.doctor.dtypes import NO_CAST
 from mantissa.doctor.finding import (
     CRASH,
     DOMAIN,
@@ -109,7 +108,7 @@ class Fault:
     """Whether fp32 in some places may cure it."""
     held: tuple[Cure, ...] = ()
     at: dict[str, Any] = field(default_factory=dict)
-    """Where it is by what it is gone without, though that does not train on."""
+    """Where it is by what it is gone without, if it shows nowhere."""
 
     @property
     def reported(self) -> Finding:
@@ -118,13 +117,8 @@ class Fault:
 
     @property
     def finding(self) -> Finding:
-        """The same with the cures that hold, and the place that they say, for the report."""
-        at = dict(item for cure in self.held for item in cure.at.items()) or self.at
-        texts = [*map(str, self.held)]
-        line = at.get("line", "")
-        if NO_CAST in texts and self.reported.line not in ("", line):  # of another line than what it makes wrong
-            at, texts = {}, [text.replace(NO_CAST, f"{NO_CAST}: {line}") for text in texts]
-        return replace(self.reported, **at, cure=(*self.reported.cure, *texts), candidates=())
+        """The same with its place and the cures that hold, for the report."""
+        return replace(self.reported, **self.at, cure=tuple(map(str, self.held)), candidates=())
 
 
 @dataclass
@@ -384,7 +378,7 @@ def _search(result: Diagnosis) -> None:
     step, scales = result.step, result.range
     of_half = (fault for fault in result.faults if fault.half and fault.reported.kind in _IN_HALF)
     fault = next(of_half, None)
-    if fault is None or fault.finding.cure or step.format.half is None:
+    if fault is None or fault.held or step.format.half is None:
         return
 
     # With which scale and format, and from which place.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,40 +31,6 @@ the optimizer's eps, move no weight."""
 _MORE = 1.5
 """How many times as much a lower rate has to let it learn as the default of an option does, to be the cause instead."""
 _RATES = tuple(10.0**-power for power in range(1, 9))
-
-
-@dataclass(frozen=True)
-class _Cause:
-    """What may be the cause, and the steps without it."""
-
-    kind: str
-    detail: str
-    """Without what the loss goes elsewhere."""
-    cure: Cure
-    module: str = ""
-    tensor: str = ""
-    line: str = ""
-    times: float = 1.0
-    """Factor between the losses of the run and those without the cause."""
-
-    def losses(self, batches: list[list[Batch]]) -> Tensor:
-        """Return the losses without it in the reference, fp64."""
-        if self.cure.data is not None:
-            batches = [list(map(self.cure.data, microbatches)) for microbatches in batches]
-        return self.times * losses_of(self.cure.step.exact(), batches)
-
-    def finding(self, detail: str) -> Finding:
-        """Return the fault."""
-        return Finding(
-            self.kind,
-            UPDATE,
-            self.module,
-            FP32.name,
-            detail=f"{detail} {self.detail}",
-            tensor=self.tensor,
-            line=self.line,
-            candidates=(self.cure,),
-        )
 
 
 def explosion(
@@ -109,13 +75,13 @@ def explosion(
     for cause in _causes(step, batches, grows):
         if not goes_on():
             break
-        losses = cause.losses(batches)
+        losses = _without(cause, step, batches)
         least = 0.0 if grows or cause.kind == UNDERFLOW else max(_CLEAR_PROGRESS, 2 * share)
         learned = -math.inf if explodes(losses, still) else _learned(losses, still)
         # A lower rate hides what an option does, for some steps.
         more = most * _MORE if best is not None and (best.kind, cause.kind) == (OPTION, RATE) else most
         if learned > max(least, more if cause.kind in (OPTION, RATE) else least):
-            best, most = cause.finding(f"{went}, and to {losses[-1]:.4g}"), learned
+            best, most = replace(cause, detail=f"{went}, and to {losses[-1]:.4g} {cause.detail}"), learned
             if cause.kind not in (OPTION, RATE):
                 return best
         elif cause.kind == RATE and 0 < learned < most:  # lower ones learn less still
@@ -127,8 +93,8 @@ def explosion(
     return Finding(RATE, UPDATE, "", FP32.name, detail=detail)
 
 
-def _causes(step: Step, batches: list[list[Batch]], grows: bool) -> Iterator[_Cause]:
-    """Yield what may be the cause, the likeliest first."""
+def _causes(step: Step, batches: list[list[Batch]], grows: bool) -> Iterator[Finding]:
+    """Yield what may be the cause, the likeliest first, each with the step without it."""
     # What the optimizer has kept of earlier steps.
     if step.moments:
         name, key, times = _largest_state(step)
@@ -137,7 +103,7 @@ def _causes(step: Step, batches: list[list[Batch]], grows: bool) -> Iterator[_Ca
             f"with a fresh state of the optimizer; the largest, {state}, is {times:.3g} times the gradient of this step"
         )
         cure = _cure(step.remedies.fresh_state, step.with_fresh_state())
-        yield _Cause(MOMENT, detail, cure, name.rpartition(".")[0], state)
+        yield _cause(MOMENT, detail, cure, module=name.rpartition(".")[0], tensor=state)
 
     # Samples that are far larger than others.
     if grows and (sample := find_outlier(batch for microbatches in batches for batch in microbatches)):
@@ -145,7 +111,7 @@ def _causes(step: Step, batches: list[list[Batch]], grows: bool) -> Iterator[_Ca
         detail = f"with usual samples in the place of such; in step {number}, {sample}"
         usual = step.with_microbatches(map(without_outliers, step.microbatches))
         cure = _cure(f"leave out {sample.place}, and others like it", usual, without_outliers)
-        yield _Cause(INPUT, detail, cure, tensor=sample.place)
+        yield _cause(INPUT, detail, cure, tensor=sample.place)
 
     # A factor of the loss.
     yield from _factors(step, grows)
@@ -153,12 +119,12 @@ def _causes(step: Step, batches: list[list[Batch]], grows: bool) -> Iterator[_Ca
     # Options of the optimizer that are not its defaults.
     for name, given, default in _options(step):
         cure = _cure(step.remedies.option(name, default), step.with_option(name, given, default))
-        yield _Cause(OPTION, f"with the optimizer's default, {name}={default}", cure)
+        yield _cause(OPTION, f"with the optimizer's default, {name}={default}", cure)
 
     # The learning rate.
     for rate in _RATES:
         cure = _cure(step.remedies.rate(rate), step.at_rate(rate))
-        yield _Cause(RATE, f"with {rate:g} times the learning rate", cure)
+        yield _cause(RATE, f"with {rate:g} times the learning rate", cure)
 
 
 def _options(step: Step) -> Iterator[tuple[str, Any, Any]]:
@@ -177,7 +143,7 @@ def _options(step: Step) -> Iterator[tuple[str, Any, Any]]:
             yield name, value, default
 
 
-def _factors(step: Step, grows: bool) -> Iterator[_Cause]:
+def _factors(step: Step, grows: bool) -> Iterator[Finding]:
     """Yield the loss, times a constant: too large for the optimizer, or gradients below its eps."""
     factor, line = _factor(step.reference())
     detail, cure = f"if the gradients are not multiplied by {factor:g}, as the loss is", "no factor in this line"
@@ -189,11 +155,21 @@ def _factors(step: Step, grows: bool) -> Iterator[_Cause]:
         detail = f"if the loss is multiplied by {1 / largest:.1g}: its largest gradient is below eps = {step.eps:g}"
     if small or (grows and factor >= _FACTOR):
         kind = UNDERFLOW if small and largest < _TINY * step.eps else SCALE
-        yield _Cause(kind, detail, _cure(cure, step.with_loss_times(1 / factor)), line=line, times=factor)
+        yield _cause(kind, detail, _cure(cure, step.with_loss_times(1 / factor)), line=line)
+
+
+def _cause(kind: str, detail: str, cure: Cure, module: str = "", tensor: str = "", line: str = "") -> Finding:
+    return Finding(kind, UPDATE, module, FP32.name, detail=detail, tensor=tensor, line=line, candidates=(cure,))
 
 
 def _cure(text: str, step: Step, data: Callable[[Batch], Batch] | None = None) -> Cure:
     return Cure(text, step, data=data, about="" if step.format.number is FP32 else "trained in fp32")
+
+
+def _without(cause: Finding, step: Step, batches: list[list[Batch]]) -> Tensor:
+    """Return the losses of a step without a cause, in the reference, fp64; they have the factor of the run's."""
+    (cure,) = cause.candidates
+    return step.loss_factor / cure.step.loss_factor * losses_of(cure.step.exact(), cure.of(batches))
 
 
 def losses_of(replay: Replay, batches: list[list[Batch]]) -> Tensor:

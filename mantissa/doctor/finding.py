@@ -65,6 +65,10 @@ class Cure:
     about: str = ""
     """What it costs, and what of it was not tried."""
 
+    def of(self, steps: list[list[Batch]]) -> list[list[Batch]]:
+        """Return the microbatches of some steps as it changes them."""
+        return steps if self.data is None else [list(map(self.data, microbatches)) for microbatches in steps]
+
     def __str__(self) -> str:
         return self.text + (f"  ({self.about})" if self.about else "")
 
@@ -89,7 +93,7 @@ class Finding:
     path: tuple[str, ...] = ()
     """Modules and operators from the fault to the output that it spoils."""
     cure: tuple[str, ...] = ()
-    """What to change, the cheapest first; all of it was tried: by the check, to know the cause, and by a diagnosis."""
+    """What to change, the cheapest first; a diagnosis has tried it."""
     tensor: str = ""
     """The weight, the buffer, or the batch's tensor and sample that is at fault; empty: none is."""
     line: str = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -173,16 +173,15 @@ def _disproportionate(replay: Replay, names: list[str]) -> list[str]:
     return [name for name in names if relative_error(scaled[name] / _SCALE, once[name]) > _PROPORTIONAL]
 
 
-def _changed_by_scale(reference: Replay, once: dict[str, Tensor], step: Step) -> Iterable[Finding]:
-    """Yield a finding where something changes gradients that still have the loss scale."""
+def _changed_by_scale(reference: Replay, once: dict[str, Tensor], step: Step) -> list[Finding]:
+    """Return a finding where something changes gradients that still have the loss scale."""
     judged = [name for name, gradient in once.items() if not gradient.is_sparse and gradient.any()]
     wrong = _disproportionate(reference, judged)
     if not wrong:
-        return
+        return []
     weights = dict(reference.model.named_parameters())
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    dicts = [hooks for name in wrong for kind in kinds if (hooks := getattr(weights[name], kind))]
-    hooks = [hook for of in dicts for hook in of.values()]
+    hooks = [hook for name in wrong for kind in kinds for hook in (getattr(weights[name], kind) or {}).values()]
     line = ""
     if hooks and inspect.isfunction(hooks[0]):
         code = hooks[0].__code__
@@ -191,9 +190,5 @@ def _changed_by_scale(reference: Replay, once: dict[str, Tensor], step: Step) ->
         f"{listed(wrong)}: the gradients of the loss times {_SCALE:g} are not "
         f"{_SCALE:g} times those of the loss: a hook or a function limits gradients that still have the loss scale"
     )
-    # The same without the hooks.
-    for of in dicts:
-        of.clear()
-    cure = "clip after scaler.unscale_(optimizer): without the hooks gradients are proportional"
-    cures = () if _disproportionate(reference, wrong) else (cure,)
-    yield Finding(SCALE, BACKWARD, "", step.format.name, detail=detail, cure=cures, line=line)
+    cure = Cure("no hooks of weights: clip after scaler.unscale_(optimizer)", step.without_hooks())
+    return [Finding(SCALE, BACKWARD, "", step.format.name, detail=detail, line=line, candidates=(cure,))]

@@ -12,7 +12,7 @@ from torch import Tensor
 from mantissa.display import dtype_name
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.cause import find_origin
-from mantissa.doctor.course import Standard, seconds_to_train, steps_to_train
+from mantissa.doctor.course import Standard, leaves, seconds_to_train, steps_to_train
 from mantissa.doctor.data import rounded_away
 from mantissa.doctor.dtypes import NO_CAST, casts_in_update
 from mantissa.doctor.explosion import explosion, losses_of
@@ -39,8 +39,8 @@ def divergence(step: Step, budget: Budget) -> Examined:
     batches = step.following(count)
 
     # What explodes, learns nothing or breaks in the reference, too, is no matter of the format.
-    replay = step.exact()
-    exact = losses_of(replay, batches)
+    standard = Standard(step, batches)
+    exact = standard.exact
     if finding := explosion(step, batches, exact, lambda: budget.left() > 0):
         return Examined(findings=(finding,), again=_is_known)
     if not exact.isfinite().all():
@@ -49,8 +49,6 @@ def divergence(step: Step, budget: Budget) -> Examined:
         return Examined(findings=(later,) if later else (), again=_is_known)
 
     # The format's losses, beside how far rounding alone takes those of the reference.
-    weights = {name: weight.detach().clone() for name, weight in replay.model.named_parameters()}
-    standard = Standard.beside(step, batches, exact, weights)
     return replace(_judged(standard, step), again=partial(_judged, standard))
 
 
@@ -62,11 +60,11 @@ def _is_known(_: Step) -> Examined:
 def _judged(standard: Standard, step: Step) -> Examined:
     """Train as a step says, and compare the losses with the standard's."""
     # Where the loss leaves the spread, or what is learned is lost.
-    batches, exact, middle, limit = standard.batches, standard.exact, standard.middle, standard.limit
+    batches, exact, (middle, limit) = standard.batches, standard.exact, standard.spread
     replay = step.as_run()
     losses = losses_of(replay, batches)
     alone = step.format.number is FP32
-    first = standard.leaves(losses)
+    first = leaves(losses, middle, limit)
     if alone and not losses.isfinite().all():
         first = _first_infinite(losses)
 

@@ -38,6 +38,7 @@ _CHANGES = (
     "fp32_modules",
     "fp32_ops",
     "uncast",
+    "unhooked",
     "loss_factor",
     "lr_factor",
     "options",
@@ -172,6 +173,8 @@ class Step(Protocol):
     """Names of the operators that compute in fp32."""
     uncast: tuple[str, ...] = ()
     """Lines of code that ask for 16 bits, and get fp32."""
+    unhooked: bool = False
+    """Whether the weights have none of their hooks."""
     loss_factor: float = 1.0
     """Factor of the loss."""
     lr_factor: float = 1.0
@@ -279,6 +282,10 @@ class Step(Protocol):
     def without_casts(self, line: str) -> Self:
         """Return this step with fp32 where a line of code asks for 16 bits: of a pass, a hook, or the optimizer."""
         return replace(self, uncast=(*self.uncast, line))
+
+    def without_hooks(self) -> Self:
+        """Return this step without the hooks of its weights, which see gradients that have the loss scale."""
+        return replace(self, unhooked=True)
 
     def at_scale(self, scale: float) -> Self:
         """Return this step at another loss scale."""
@@ -457,6 +464,9 @@ class Replay:
         self._as_run, self._wide, self._in_loss = as_run, wide, False
         if wide is not None:
             cast_training(self.model, self.optimizer, wide)
+        for parameter in self.model.parameters() if step.unhooked else ():
+            (parameter._backward_hooks or {}).clear()
+            (parameter._post_accumulate_grad_hooks or {}).clear()
         self._states = _states(self.model)
         self._parameters = set(map(id, self.model.parameters()))
         self._take(step)

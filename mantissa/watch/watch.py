@@ -449,12 +449,11 @@ class Watch:
             if step.event is not None:
                 step.event.synchronize()
             self._learn(step)
-        if self._watching and not self.number and self._now.updates:
-            steps = counted(self._now.updates, "step")
-            self._say(f"Watch saw {steps} of its optimizer, and no watch.step after: call it after each.")
-        elif self._watching and not self.number:
-            skips = "" if self._scale.given else ", and a scaler that skips steps"
-            self._say(f"Watch saw no step of its optimizer: give it the one that the loop steps{skips}.")
+        if self._watching and not self.number:
+            saw = f"Watch saw {counted(self._now.updates, 'step')} of its optimizer, and no watch.step after one"
+            self._say(
+                f"{saw}: give it the optimizer, and the scaler, of the loop, and call watch.step after each step."
+            )
         self._remove()
 
     def _missed(self, error: Exception) -> None:

@@ -110,7 +110,7 @@ def test_why_a_folder_cannot_be_loaded_is_said(
     ("arguments", "message"),
     [
         (["{empty}/model"], "/model: there is no such folder"),
-        (["{file}"], "is a file; give the folder"),
+        (["{file}"], "there is no such folder"),
         (["tests/nothing"], "tests/nothing: there is no such folder"),
         (["/nowhere/model"], "/nowhere/model: there is no such folder"),
         (["path/to/model"], "path/to/model: there is no such folder"),

@@ -87,10 +87,10 @@ def test_the_files(found: Diagnosis, tmp_path: Path) -> None:
 def test_the_page_says_what_the_terminal_says(found: Diagnosis) -> None:
     name = "a<script>&\"'"
     islands = Cure(found.step.remedies.modules(["*.ln", "1.wo", "0.10"]), found.step, about="+1.2 MiB")
-    finding = replace(found.findings[0], cure=(str(islands),))
-    other = Finding("underflow", "backward", name, "fp16", path=(name,), cure=(name,))
-    fault = replace(found.faults[0], held=())
-    found.faults = [replace(fault, trial=replace(fault.trial, finding=told)) for told in (finding, other)]
+    other = Finding("underflow", "backward", name, "fp16", path=(name,))
+    fault = replace(found.faults[0], held=(islands,))
+    of_other = replace(fault, trial=replace(fault.trial, finding=other), held=(Cure(name, found.step),))
+    found.faults = [fault, of_other]
     found.notes, found.budget.left_out = [name], [name]
     text, plots = page_of(found)
     said = [opening(found.taken), *lines(found)]

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import mantissa
-from mantissa.doctor.cause import find_origin, locate
+from mantissa.doctor.cause import find_origin
 from mantissa.doctor.finding import NOT_FINITE, OVERFLOW
+from mantissa.doctor.origin import locate
 from mantissa.doctor.tape import Tape
 from mantissa.step.trace import FORWARD, Trace
 from tests.mantissa.doctor.faults import BATCH, WIDTH, around, error, large_ffn, regression, step_of

@@ -360,7 +360,7 @@ def test_weights_that_no_gradient_reaches_are_named_once_and_no_others(change: s
     assert all("2 parameters (all.1.weight, all.1.bias)" in line for line in named)
 
 
-@pytest.mark.parametrize(("steps", "words"), [(0, "saw no step of its optimizer"), (3, "saw 3 steps of its optimizer")])
+@pytest.mark.parametrize(("steps", "words"), [(0, "saw 0 steps of its optimizer"), (3, "saw 3 steps of its optimizer")])
 def test_a_loop_that_says_no_step_is_told_what_was_seen(steps: int, words: str) -> None:
     training = Training()
     for number in range(1, steps + 1):
@@ -441,5 +441,5 @@ def test_an_optimizer_of_another_model_is_named_and_stops_no_training(of: str) -
     stepped.step()
     watch.step(loss)
     watch.close()
-    words = {"optimizer": "2 of 2 tensors of the optimizer are not the model's parameters", "loop": "saw no step of"}
+    words = {"optimizer": "2 of 2 tensors of the optimizer are not the model's parameters", "loop": "saw 0 steps of"}
     assert words[of] in said[-1]
