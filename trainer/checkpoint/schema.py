@@ -87,8 +87,11 @@ def files_of(manifest: Manifest, kind: str) -> list[str]:
 
 
 def steps(folder: Path) -> list[int]:
-    """Return the steps of the complete checkpoints below ``folder``, oldest first; other folders are ignored."""
-    names = [path.parent.name for path in folder.glob(f"*/{MANIFEST_FILE}")]
+    """Return the steps of the checkpoints below ``folder``, oldest first; other folders are ignored.
+
+    They were complete when they got their names; a copy of the folder may lack files.
+    """
+    names = [path.name for path in folder.glob("step-*/")]
     return sorted(int(name.removeprefix("step-")) for name in names if STEP_NAME.fullmatch(name))
 
 
