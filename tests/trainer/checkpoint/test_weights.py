@@ -100,6 +100,8 @@ TAKEN: dict[str, tuple[Write, str]] = {
     "auxiliary.pth": (saved(STATE | under("aux.")), "without aux.stem.weight, …"),
     "encoder.pth": (saved(under("encoder.") | {"fc.bias": LONE}), "the prefix encoder. removed, without fc.bias"),
     "blocks.pth": (saved({name.replace(".", "._orig_mod."): tensor for name, tensor in STATE.items()}), ""),
+    "safetensors.pth": (partial(save_file, STATE), ""),
+    "of torch.safetensors": (saved(STATE), ""),
     "sharded": (folder(SHARDS), ""),
     "one file": (folder({"last.ckpt": saved(STATE), "notes.txt": text("")}), ""),
     "checkpoint-9": (folder({"pytorch_model.bin": saved(STATE), "optimizer.pt": saved(ADAM)}), ""),
@@ -184,6 +186,8 @@ MISFITS: dict[str, tuple[State, str]] = {
         r"\(norm.running_var\) with NaN",
     ),
     "NaN": (changed(fc__bias=torch.tensor([0.0, math.nan]).half()), r"1 tensor \(fc.bias\) with NaN"),
+    "meta": (changed(fc__weight=torch.ones(2, 4, device="meta")), r"\(fc.weight\) of the meta device"),
+    "zeros": ({name: torch.zeros_like(each) for name, each in STATE.items()}, "all weights are 0"),
     "int8": (changed(fc__weight=torch.ones(2, 4, dtype=torch.int8)), r"\(fc.weight\) of torch.int8"),
     "fp8": (changed(fc__weight=torch.ones(2, 4).to(torch.float8_e4m3fn)), r"\(fc.weight\) of torch.float8_e4m3fn"),
 }
