@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,8 @@ def fill(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
         parts.append(f"{len(missing)} of {len(state) - len(ties)} tensors are missing ({shortened(missing, 3)})")
     if unknown:
         parts.append(f"{listed(unknown, 'tensor')} too many")
+        if any(re.search(r"parametrizations\.|_orig$", name) for name in unknown):
+            parts[-1] += " (of torch's parametrize or prune: save what remove_parametrizations or prune.remove leaves)"
     if other:
         shapes = [f"{name} is {dimensions(given[name].shape)}, not {dimensions(state[name].shape)}" for name in other]
         parts.append(f"{counted(len(other), 'tensor')} of another shape ({shortened(shapes, 2)})")

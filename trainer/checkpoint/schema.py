@@ -147,7 +147,8 @@ def _manifest_of_any_format(folder: Path) -> Manifest:
         content: Manifest = read_json(folder / MANIFEST_FILE)
         own = content["sha256"].pop(MANIFEST_FILE, None)  # None: of an earlier version, which wrote none
     except (OSError, ValueError) as error:
-        raise InvalidCheckpoint(f"{MANIFEST_FILE} cannot be read ({error})") from None
+        why = getattr(error, "strerror", None) or error
+        raise InvalidCheckpoint(f"{MANIFEST_FILE} cannot be read ({why})") from None
     except (LookupError, TypeError):
         raise InvalidCheckpoint(f"{MANIFEST_FILE} has no hashes") from None
     if own not in (None, _hash_of(content)):

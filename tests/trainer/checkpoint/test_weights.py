@@ -20,6 +20,8 @@ import torch.distributed.checkpoint
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.prune import identity
 
 from tests.helpers import same_bits
 from trainer.checkpoint.reader import fill
@@ -180,6 +182,8 @@ MISFITS: dict[str, tuple[State, str]] = {
         r"2 of 9 .* \(norm.running_mean, norm.r",
     ),
     "too many": (changed(fc2__bias=LONE), r"1 tensor \(fc2.bias\) too many"),
+    "parametrized": (dict(weight_norm(copy.deepcopy(NET[0])).state_dict()), "what remove_parametrizations"),
+    "pruned": (dict(identity(copy.deepcopy(NET[0]), "weight").state_dict()), "prune.remove leaves"),
     "grey": (changed(stem__weight=torch.ones(4, 1, 3, 3)), "stem.weight is 4 × 1 × 3 × 3, not 4 × 3 × 3 × 3"),
     "infinite": (
         changed(norm__running_var=torch.tensor([1.0, math.inf, 1, 1])),
