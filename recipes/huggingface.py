@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -24,8 +25,8 @@ from recipes.data.text.tokenizers import OWN_BPE, Tokenizer
 from recipes.data.text.tokens import TextDatasets, TextSource
 from recipes.export import save_model, token_tables
 from recipes.lora import LoRA, with_adapters
-from trainer.checkpoint.reader import nonfinite, not_finite
-from trainer.checkpoint.weights import defect
+from trainer.checkpoint.reader import check_numbers, nonfinite, not_finite
+from trainer.checkpoint.weights import defect, open_file
 from trainer.data.contract import Dataset
 from trainer.errors import UserError, check_choice, check_number, check_range
 from trainer.files import is_kept, read_json, write_json
@@ -35,6 +36,7 @@ from trainer.recipe import Context, DataSource, Decision, Recipe, Sizes
 log = logging.getLogger("mantissa")
 ATTENTION = ("sdpa", "eager")
 """torch's fused kernels; or a matmul, a softmax and a matmul, which keep scores of T × T."""
+_NUMBER = re.compile("[0-9]+")
 RECIPES = ("gpt2", "llama", "bert", "t5")
 """The recipes that open folders of transformers' models; a recipe's name is transformers' own for the type of model."""
 
@@ -334,8 +336,10 @@ def load_whole(cls: Any, key: str, place: Mapping[str, Any], **options: Any) -> 
         options: of the config.
 
     Raises:
-        UserError: other weights are missing, are of another shape, or are not finite.
+        UserError: other weights are missing, are of another shape, of blocks or a head that config.json does not have,
+            quantized, all 0, or not finite.
     """
+    from transformers.utils import cached_file
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -358,9 +362,23 @@ def load_whole(cls: Any, key: str, place: Mapping[str, Any], **options: Any) -> 
     new = [name for name in missing if owner.get(name) not in (body - head) | embedding]
     if lost := [name for name in missing if name not in new]:
         raise UserError(f"{key}: {len(lost)} of {len(model.state_dict())} tensors are missing ({shortened(lost, 3)})")
+    more = sorted(found["unexpected_keys"])
+    described = {_NUMBER.sub("0", name) for part in (model, base) for name in part.state_dict()}
+    if cut := [name for name in more if _NUMBER.sub("0", name) in described]:
+        raise UserError(f"{key}: {listed(cut, 'tensor')} of blocks beyond those that config.json describes; correct it")
+    if model.config.tie_word_embeddings and outputs and outputs.weight is not inputs.weight:
+        raise UserError(
+            f"{key}: the head has weights of its own, and config.json says that it has those of the embedding; "
+            'set "tie_word_embeddings": false there'
+        )
+    # Transformers has made fp32 of whatever the files hold.
+    folder = Path(cached_file(place["pretrained_model_name_or_path"], "config.json", revision=place["revision"])).parent
+    files = [*folder.glob("model*.safetensors")] or [*folder.glob("pytorch_model*.bin")]
+    saved = {name: each for file in files for name, each in open_file(file, key).items()}
+    check_numbers({name: each for name, each in saved.items() if name.endswith("weight")}, key)  # of masks, any type
     if wrong := nonfinite(model.state_dict()):
         raise not_finite(wrong, key)
-    if more := sorted(found["unexpected_keys"]):
+    if more:
         log.warning("%s: left out, as this model has no such part: %s", key, listed(more, "tensor"))
     return model, new
 

@@ -51,8 +51,9 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
         raise UsageError("checkup needs transformers, which is not installed; pip install transformers") from error
     path = Path(source)
     is_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or ("/" in source and path.parent.is_dir())
-    if path.is_file() or (is_path and not path.is_dir()):
-        raise UsageError(f"{source}: there is no such folder; give one that save_pretrained wrote")
+    if (is_path or path.exists()) and not (path / "config.json").exists():
+        what = "there is no config.json in this folder" if path.is_dir() else "there is no such folder"
+        raise UsageError(f"{source}: {what}; give one that save_pretrained wrote")
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
         mappings = {task: getattr(transformers, f"MODEL_FOR_{name}_MAPPING") for task, name in MAPPINGS.items()}

@@ -115,7 +115,7 @@ def test_why_a_folder_cannot_be_loaded_is_said(
         (["/nowhere/model"], "/nowhere/model: there is no such folder"),
         (["path/to/model"], "path/to/model: there is no such folder"),
         (["nobody/nothing"], "nobody/nothing cannot be loaded: We couldn't connect"),
-        (["{empty}"], "cannot be loaded: Unrecognized model in"),
+        (["{empty}"], ": there is no config.json in this folder; give one"),
         (["{speech}"], "a model of type wav2vec2 is no language model"),
         (["{empty}", "--precision", "fp16,quarter"], "--precision quarter is unknown; use some of fp32,"),
         (["{empty}", "--length", "1"], "--length must be 2 or more"),

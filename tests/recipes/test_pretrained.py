@@ -281,6 +281,13 @@ def configured(**more: Any) -> Callable[[Path], None]:
     return edit
 
 
+def of_torch(path: Path) -> None:
+    state = {
+        name: each.clone() for name, each in load_file(path / "model.safetensors").items()
+    }  # not of the mapped file
+    torch.save(state, path / "model.safetensors")
+
+
 def sharded(path: Path) -> None:
     GPT2LMHeadModel.from_pretrained(path).save_pretrained(path, max_shard_size="40KB")
     (path / "model.safetensors").unlink()
@@ -303,6 +310,20 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
         r"tensors are missing \(lm_head.weight, transformer.wte.weight\)",
     ),
     "other depth": (configured(n_layer=3), r"12 of 41 tensors are missing"),
+    "fewer blocks": (configured(n_layer=1), r"11 tensors \(.*\) of blocks beyond those that config.json describes"),
+    "head of its own": (
+        edited(lambda state: state | {"lm_head.weight": 2 * state["transformer.wte.weight"]}),
+        "the head has weights of its own",
+    ),
+    "fp8": (
+        edited(lambda state: {name: each.to(torch.float8_e4m3fn) for name, each in state.items()}),
+        r"15 tensors \(.*of torch.float8_e4m3fn",
+    ),
+    "zeros": (
+        edited(lambda state: {name: torch.zeros_like(each) for name, each in state.items()}),
+        "all weights are 0",
+    ),
+    "another name": (of_torch, "rename it to pytorch_model.bin"),
     "other vocabulary": (configured(vocab_size=120), r"transformer.wte.weight is 91 × 32, not 120 × 32"),
     "NaN": (
         edited(lambda state: {name: each.log() if "wpe" in name else each for name, each in state.items()}),

@@ -87,8 +87,11 @@ def files_of(manifest: Manifest, kind: str) -> list[str]:
 
 
 def steps(folder: Path) -> list[int]:
-    """Return the steps of the complete checkpoints below ``folder``, oldest first; other folders are ignored."""
-    names = [path.parent.name for path in folder.glob(f"*/{MANIFEST_FILE}")]
+    """Return the steps of the checkpoints below ``folder``, oldest first; other folders are ignored.
+
+    They were complete when they got their names; a copy of the folder may lack files.
+    """
+    names = [path.name for path in folder.glob("step-*/")]
     return sorted(int(name.removeprefix("step-")) for name in names if STEP_NAME.fullmatch(name))
 
 
@@ -144,7 +147,8 @@ def _manifest_of_any_format(folder: Path) -> Manifest:
         content: Manifest = read_json(folder / MANIFEST_FILE)
         own = content["sha256"].pop(MANIFEST_FILE, None)  # None: of an earlier version, which wrote none
     except (OSError, ValueError) as error:
-        raise InvalidCheckpoint(f"{MANIFEST_FILE} cannot be read ({error})") from None
+        why = getattr(error, "strerror", None) or error
+        raise InvalidCheckpoint(f"{MANIFEST_FILE} cannot be read ({why})") from None
     except (LookupError, TypeError):
         raise InvalidCheckpoint(f"{MANIFEST_FILE} has no hashes") from None
     if own not in (None, _hash_of(content)):

@@ -239,8 +239,6 @@ def _complete(target: Path, temporary: Path, state: str, manifest: dict[str, Any
     write_manifest(temporary, manifest)
     for path in (temporary / STATE_FILE, temporary / MANIFEST_FILE, temporary):
         files.flush(path)
-    if target.is_dir() and not (target / MANIFEST_FILE).exists():  # copied in part, for example: no checkpoint
-        shutil.rmtree(target)
     temporary.rename(target)  # an OSError where the step is saved already
     files.flush(target.parent)
 

@@ -106,14 +106,23 @@ def defect(file: Path) -> str:
     try:
         if _begins(file, _POINTER) or re.fullmatch(r"(pytorch_)?model.*\.(safetensors|bin)", file.name):
             _open(file)
+            # Transformers goes by the name.
+            if (file.suffix == ".safetensors") != _is_safetensors(file):
+                name = "pytorch_model.bin" if file.suffix == ".safetensors" else "model.safetensors"
+                return f"is not what its name says; rename it to {name}"
     except Exception as error:  # of the system, pickle, torch or safetensors
         return _why(file, error)
     return ""
 
 
-def _begins(file: Path, text: bytes) -> bool:
+def _begins(file: Path, text: bytes, at: int = 0) -> bool:
     with file.open("rb") as opened:
+        opened.seek(at)
         return opened.read(len(text)) == text
+
+
+def _is_safetensors(file: Path) -> bool:
+    return _begins(file, b"{", at=8)  # of its header, after the length
 
 
 def _why(file: Path, error: Exception) -> str:
@@ -167,8 +176,11 @@ def open_file(file: Path, key: str) -> Mapping[Any, Any]:
 
 def _open(file: Path) -> Any:
     """Return what a file holds, mapped into memory where it can be."""
-    if file.suffix == ".safetensors":
+    if _is_safetensors(file):  # which may have any name
         return load_file(file)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of TorchScript, which is then refused
+        if file.suffix == ".safetensors":  # torch goes by the name, too
+            with file.open("rb") as opened:
+                return torch.load(opened, map_location="cpu", weights_only=True)
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))

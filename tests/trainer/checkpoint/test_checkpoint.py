@@ -131,6 +131,7 @@ def test_generators_continue_where_they_were(tmp_path: Path) -> None:
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "model.safetensors": lambda file: os.truncate(file, file.stat().st_size - 10),
     "state.json": Path.unlink,
+    "manifest.json": Path.unlink,
 }
 
 

@@ -20,6 +20,8 @@ import torch.distributed.checkpoint
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.prune import identity
 
 from tests.helpers import same_bits
 from trainer.checkpoint.reader import fill
@@ -100,6 +102,8 @@ TAKEN: dict[str, tuple[Write, str]] = {
     "auxiliary.pth": (saved(STATE | under("aux.")), "without aux.stem.weight, …"),
     "encoder.pth": (saved(under("encoder.") | {"fc.bias": LONE}), "the prefix encoder. removed, without fc.bias"),
     "blocks.pth": (saved({name.replace(".", "._orig_mod."): tensor for name, tensor in STATE.items()}), ""),
+    "safetensors.pth": (partial(save_file, STATE), ""),
+    "of torch.safetensors": (saved(STATE), ""),
     "sharded": (folder(SHARDS), ""),
     "one file": (folder({"last.ckpt": saved(STATE), "notes.txt": text("")}), ""),
     "checkpoint-9": (folder({"pytorch_model.bin": saved(STATE), "optimizer.pt": saved(ADAM)}), ""),
@@ -178,12 +182,16 @@ MISFITS: dict[str, tuple[State, str]] = {
         r"2 of 9 .* \(norm.running_mean, norm.r",
     ),
     "too many": (changed(fc2__bias=LONE), r"1 tensor \(fc2.bias\) too many"),
+    "parametrized": (dict(weight_norm(copy.deepcopy(NET[0])).state_dict()), "what remove_parametrizations"),
+    "pruned": (dict(identity(copy.deepcopy(NET[0]), "weight").state_dict()), "prune.remove leaves"),
     "grey": (changed(stem__weight=torch.ones(4, 1, 3, 3)), "stem.weight is 4 × 1 × 3 × 3, not 4 × 3 × 3 × 3"),
     "infinite": (
         changed(norm__running_var=torch.tensor([1.0, math.inf, 1, 1])),
         r"\(norm.running_var\) with NaN",
     ),
     "NaN": (changed(fc__bias=torch.tensor([0.0, math.nan]).half()), r"1 tensor \(fc.bias\) with NaN"),
+    "meta": (changed(fc__weight=torch.ones(2, 4, device="meta")), r"\(fc.weight\) of the meta device"),
+    "zeros": ({name: torch.zeros_like(each) for name, each in STATE.items()}, "all weights are 0"),
     "int8": (changed(fc__weight=torch.ones(2, 4, dtype=torch.int8)), r"\(fc.weight\) of torch.int8"),
     "fp8": (changed(fc__weight=torch.ones(2, 4).to(torch.float8_e4m3fn)), r"\(fc.weight\) of torch.float8_e4m3fn"),
 }
