@@ -322,7 +322,9 @@ def functional(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
         result: Tensor = torch.func.functional_call(net.eval(), weights, data(number))[0]
         return result
 
-    gradients = torch.func.grad(other)({name: weight.detach() for name, weight in weights.items()})
+    gradients = torch.func.vmap(torch.func.grad(other))(
+        {name: weight.detach()[None] for name, weight in weights.items()}
+    )
     net.train()
     return update(optimizer, loss + 0 * sum(gradient.sum() for gradient in gradients.values()), watch)
 
