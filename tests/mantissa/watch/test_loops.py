@@ -315,11 +315,11 @@ def averaged(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
 
 
 def functional(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
-    weights = dict(net.named_parameters())
-    loss = torch.func.functional_call(net, weights, data(number))[0]
+    weights, batch = dict(net.named_parameters()), data(number)
+    loss = torch.func.functional_call(net, weights, batch)[0]
 
     def other(weights: Any) -> Tensor:
-        result: Tensor = torch.func.functional_call(net.eval(), weights, data(number))[0]
+        result: Tensor = torch.func.functional_call(net.eval(), weights, batch)[0]
         return result
 
     gradients = torch.func.vmap(torch.func.grad(other))(
