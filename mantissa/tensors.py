@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from mantissa.display import counted
 
 
 def tensors(nested: Any) -> list[Tensor]:
@@ -41,9 +44,35 @@ def changed_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def unregistered(model: nn.Module, optimizer: torch.optim.Optimizer, reached: Callable[[Tensor], bool]) -> str:
+    """Return what is said, with the cure, of weights in lists and dicts of a model that are no parameters of it.
+
+    Args:
+        model: whose modules are looked at.
+        optimizer: that may have them, which is no mistake.
+        reached: whether a weight gets a gradient.
+    """
+    known = set(map(id, [*model.parameters(), *changed_by(optimizer)]))
+    kept = [value for module in model.modules() for value in vars(module).values() if isinstance(value, list | dict)]
+    leaves = tree_leaves(kept)
+    layers = nn.ModuleList(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, nn.Module)))
+    weights = [*layers.parameters(), *(leaf for leaf in leaves if isinstance(leaf, nn.Parameter))]
+    count = len({id(weight) for weight in weights if reached(weight)} - known)
+    if not count:
+        return ""
+    none = f"In a list or dict of the model, but no parameters of it: {counted(count, 'weight')} with a gradient"
+    cure = "hold layers in nn.ModuleList or nn.ModuleDict, weights in nn.ParameterList"
+    return f"{none}, and nothing trains them; {cure}, or call requires_grad_(False)"
+
+
 def measurable(gradient: Tensor | None) -> TypeGuard[Tensor]:
     """Return whether there is a dense gradient of real numbers."""
     return gradient is not None and gradient.is_floating_point() and gradient.layout == torch.strided
+
+
+def values(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor; of a sparse one those that it has, each once."""
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
 def wide_dtype(tensors: list[Tensor]) -> torch.dtype:
@@ -66,7 +95,7 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def finite(tensor: Tensor) -> bool:
     """Return whether all elements are finite."""
-    tensor = tensor.coalesce().values() if tensor.is_sparse else tensor
+    tensor = values(tensor)
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     if not tensor.is_floating_point() or not tensor.numel():
         return True

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mantissa.doctor.budget import Budget, LeftOutError, cannot_compute
-from mantissa.doctor.explosion import explodes, explosion, losses_of
+from mantissa.doctor.explosion import SEARCH, explodes, explosion, losses_of
 from mantissa.doctor.finding import Cure, Finding
 from mantissa.formats import FP32
 from mantissa.step.step import Batch, Step
@@ -125,7 +125,9 @@ class Course:
             seconds = 2 * _FEWEST * seconds_to_train(self.start, self._budget, _TRAININGS)
             raise LeftOutError(f"set {self.start.remedies.time_budget.format(max(seconds, self._budget.seconds + 1))}")
         standard = self._standard(Cure("", self.start), self.start)
-        return explosion(self.start, standard.batches, standard.exact, lambda: self._budget.left() > 0, failed=True)
+        return explosion(
+            self.start, standard.batches, standard.exact, lambda: self._budget.goes_on(SEARCH), failed=True
+        )
 
     def learned(self, cure: Cure, base: Step) -> Cure | None:
         """Return a cure with which the step is finite, and training learns as fp32 does with the same change.

@@ -27,7 +27,7 @@ from mantissa.names import format_name
 from mantissa.step.ledger import MemoryLedger
 from mantissa.step.loop import LoopStep, Loss
 from mantissa.step.step import ReplayResult, Step
-from mantissa.tensors import changed_by, finite, in_dtype, random_state, set_random_state
+from mantissa.tensors import changed_by, finite, in_dtype, random_state, set_random_state, values
 
 PRECISIONS = tuple(
     name for name, row in FORMATS.items() if not row.number.scaled and not row.accumulates_in_fp32
@@ -241,6 +241,6 @@ def take(step: Step, began: str = "its beginning", backs_off: bool = True) -> Ta
 
 
 def _size(gradients: Iterable[Tensor]) -> float:
-    """Return the norm of all that are not sparse; 0: there are none."""
-    dense = [in_dtype(gradient, torch.float32) for gradient in gradients if not gradient.is_sparse]
-    return torch.stack([torch.linalg.vector_norm(gradient) for gradient in dense]).norm().item() if dense else 0.0
+    """Return the norm of all; 0: there are none."""
+    norms = [torch.linalg.vector_norm(in_dtype(values(gradient), torch.float32)) for gradient in gradients]
+    return torch.stack(norms).norm().item() if norms else 0.0

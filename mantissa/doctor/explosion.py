@@ -30,6 +30,8 @@ _FACTOR, _TINY = 16.0, 1e-3
 the optimizer's eps, move no weight."""
 _MORE = 1.5
 """How many times as much a lower rate has to let it learn as the default of an option does, to be the cause instead."""
+SEARCH = "lower learning rates and other changes in fp32"
+"""What is left out where there is no time to try them."""
 _RATES = tuple(10.0**-power for power in range(1, 9))
 
 

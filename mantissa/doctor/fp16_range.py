@@ -19,7 +19,7 @@ from mantissa.doctor.limits import NOISE
 from mantissa.formats import FP16
 from mantissa.step.step import LEAST_SCALE, Batch, Replay, Step
 from mantissa.step.trace import BACKWARD, DtypeRecorder
-from mantissa.tensors import numbers_in, relative_error
+from mantissa.tensors import numbers_in, relative_error, values
 
 _FP16 = dtype_name(FP16.dtype)
 LOWEST, HIGHEST = -75, 30
@@ -63,8 +63,7 @@ class Exponents:
 
     def add(self, gradient: Tensor) -> None:
         """Count a gradient; what is not finite is left out."""
-        dense = gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
-        size = dense.abs().flatten()
+        size = values(gradient.detach()).abs().flatten()
         size = size[size.isfinite()]
         there = size[size != 0]
         self.zeros += size.numel() - there.numel()

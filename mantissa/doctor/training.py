@@ -15,7 +15,7 @@ from mantissa.doctor.cause import find_origin
 from mantissa.doctor.course import Standard, leaves, seconds_to_train, steps_to_train
 from mantissa.doctor.data import rounded_away
 from mantissa.doctor.dtypes import NO_CAST, casts_in_update
-from mantissa.doctor.explosion import explosion, losses_of
+from mantissa.doctor.explosion import SEARCH, explosion, losses_of
 from mantissa.doctor.finding import DIVERGENCE, INPUT, LOST, UPDATE, Cure, Examined, Finding
 from mantissa.doctor.limits import HARM, WRONG_LOSS
 from mantissa.formats import FP32, Format, plain
@@ -41,7 +41,7 @@ def divergence(step: Step, budget: Budget) -> Examined:
     # What explodes, learns nothing or breaks in the reference, too, is no matter of the format.
     standard = Standard(step, batches)
     exact = standard.exact
-    if finding := explosion(step, batches, exact, lambda: budget.left() > 0):
+    if finding := explosion(step, batches, exact, lambda: budget.goes_on(SEARCH)):
         return Examined(findings=(finding,), again=_is_known)
     if not exact.isfinite().all():
         broken = _first_infinite(exact)

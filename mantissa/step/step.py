@@ -22,7 +22,7 @@ from mantissa.formats import FP32, Format, plain
 from mantissa.step.memory import available_bytes
 from mantissa.step.trace import Op, Trace, user_line
 from mantissa.step.updates import Masters, UpdateMeter
-from mantissa.tensors import finite, in_dtype, moments, perturbed, random_state, set_random_state
+from mantissa.tensors import finite, in_dtype, moments, perturbed, random_state, set_random_state, unregistered
 
 Batch = dict[str, Tensor]
 """Tensors by name, whose rows are the samples."""
@@ -572,6 +572,8 @@ class Replay:
                 "a gradient goes to the model that was given, and not to its copy: let the loss use the model that it "
                 "is called with, and no forward keep a method of the model from before it was replaced"
             )
+        if others and (hidden := unregistered(self.model, self.optimizer, set(others).__contains__)):
+            raise UsageError(hidden)
         kept = [other.grad for other in others]
         for other in others:
             other.grad = None

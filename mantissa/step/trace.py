@@ -41,6 +41,8 @@ _TORCH, _HERE = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}
 _CHECKPOINT = f"{_TORCH}utils/checkpoint.py"
 _ENGINE = f"{_TORCH}autograd/graph.py"
 """Which starts a backward pass: the frames outside of it belong to the loop, and not to the operator."""
+_OUTSIDE = (_ENGINE, f"{_HERE}step/loop.py")
+"""So do those outside of a replay of a loop's step: they are where it is examined, or where it is watched."""
 
 
 class Line(NamedTuple):
@@ -56,9 +58,9 @@ class Line(NamedTuple):
 
 
 def user_line() -> Line | None:
-    """Return the innermost line that is neither torch's nor this library's; None: there is none in a backward pass."""
+    """Return the innermost line that is neither torch's nor this library's, in this pass; None: there is none."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (name := frame.f_code.co_filename) != _ENGINE:
+    while frame is not None and (name := frame.f_code.co_filename) not in _OUTSIDE:
         if _is_user_code(name):
             return Line(name, frame.f_lineno)
         frame = frame.f_back

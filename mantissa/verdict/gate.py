@@ -56,9 +56,11 @@ def precision_gate(
         __tracebackhide__ = True
         began = time.monotonic()
         returned = train(arm, seed)
-        if returned is None:
-            raise UsageError("train returned None; let it return the final loss")
-        loss, seconds = float(returned), time.monotonic() - began
+        seconds = time.monotonic() - began
+        try:
+            loss = float(returned)
+        except (TypeError, ValueError, RuntimeError):  # of a list, of text, and of a tensor
+            raise UsageError(f"train must return the final loss, a number, and returned {returned!r:.60}") from None
         values = {"loss": loss if math.isfinite(loss) else None, "minutes": seconds / 60}
         return Run(arm, seed, values, seconds)
 

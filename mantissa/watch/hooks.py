@@ -34,7 +34,8 @@ class Listener:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_compiling():  # its caller is, and there would be a break in the graph
+        # Where its caller is compiled, it would break the graph; in a vmap or grad, tensors have no values.
+        if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None:
             self._call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:

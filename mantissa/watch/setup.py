@@ -14,7 +14,7 @@ from torch import nn
 
 from mantissa.display import counted, dtype_name, listed
 from mantissa.formats import FORMATS, FP8, TF32, Format, computing_in, scaled_number
-from mantissa.tensors import changed_by, local, measurable, moments, wide_dtype
+from mantissa.tensors import changed_by, local, measurable, moments, unregistered, wide_dtype
 from mantissa.watch.hooks import Listener, observing
 from mantissa.watch.scale import LossScale
 
@@ -74,7 +74,7 @@ class FirstStep:
 
         # What the passes show.
         self.autocast: dict[str, torch.dtype | None] = {}
-        """Autocast dtype in the forward pass, by submodule that multiplies; None: off."""
+        """Autocast dtype in the forward passes, by submodule that multiplies; None: off in all."""
         self.calls: Counter[str] = Counter()
         self._scaled: dict[int, torch.Tensor] = {}
         """Norm of each gradient as backward left it, with the loss scale."""
@@ -111,7 +111,8 @@ class FirstStep:
     def _called(self, name: str, module: nn.Module, arguments: Any) -> None:
         kind = next(module.parameters()).device.type
         if torch._C._current_autograd_node() is None and torch.is_grad_enabled():  # not one that is recomputed
-            self.autocast[name] = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+            self.autocast[name] = dtype or self.autocast.get(name)  # out of it in one pass of several, on purpose
             self.calls[name] += 1
 
     @observing
@@ -470,6 +471,9 @@ def _trained(first: FirstStep, format: Format | None) -> Aspect:
     elif left and not foreign:
         lacks = f"In no group of the optimizer, but trainable: {listed(left)}"
         differences.append(f"{lacks}; add them, or call requires_grad_(False).")
+
+    if hidden := unregistered(first.model, first.optimizer, lambda weight: weight.grad is not None):
+        differences.append(f"{hidden}.")
 
     # What was one weight, and what was not to move.
     tied: dict[int, list[str]] = {}

@@ -89,7 +89,9 @@ class Watch:
         inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's and Lightning's wrap torch's
         trains = isinstance(model, nn.Module) and next(model.parameters(), None) is not None
         check_type("model", model, trains, "a module with parameters")
-        check_type("optimizer", optimizer, isinstance(inner, torch.optim.Optimizer), "an optimizer of torch")
+        hears = isinstance(inner, torch.optim.Optimizer) and hasattr(inner, "_optimizer_step_pre_hooks")
+        one = "one optimizer of torch (of several, give each a Watch of its own; of a wrapper, the one inside)"
+        check_type("optimizer", optimizer, hears, one)
         check_type("scaler", scaler, scaler is None or hasattr(scaler, "is_enabled"), "the loop's GradScaler")
         if every < 1:
             raise UsageError(f"every={every} must be 1 or more, such as 50")

@@ -343,3 +343,11 @@ def test_python_values_arrive_as_they_are() -> None:
     wanted = {"precision.mode": "bf16", "run_name": name, "optimizer.lr": 0.25, "freeze": ["a.*"], "threads": None}
     assert {key: flat[key] for key in wanted} == wanted
     assert flat["optimizer.options"]["betas"] == [0.5, 0.75]
+
+
+def test_a_password_is_in_no_file_of_a_run() -> None:
+    given = {"tracking": "mlflow", "tracking.uri": "http://me:s3cret@127.0.0.1:9", "tracking.upload_timeout_s": 0}
+    run = train(own(), **OPTIONS | given)
+    files = [path for path in run.folder.rglob("*") if path.is_file()]
+    assert any(path.name == "state.json" for path in files)
+    assert not [path for path in files if b"s3cret" in path.read_bytes()]

@@ -35,11 +35,15 @@ FAILURE = "failure"
 log = logging.getLogger("mantissa")
 
 
+def options_of(config: Config) -> dict[str, Any]:
+    """Return every option by dotted key, as files keep them: without a password."""
+    options = flatten(config)
+    return options | {"tracking.uri": options["tracking.uri"] and redacted(options["tracking.uri"])}
+
+
 def write_config(folder: RunFolder, config: Config) -> dict[str, Any]:
     """Write every option into the run folder, and return them by dotted key."""
-    options = flatten(config)
-    options["run_name"] = config.name
-    options["tracking.uri"] = options["tracking.uri"] and redacted(options["tracking.uri"])
+    options = options_of(config) | {"run_name": config.name}
     record_command(folder, config.overrides)
     folder.write_config(options)
     return options

@@ -17,7 +17,6 @@ from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
 from trainer.config.commands import doctor_command
-from trainer.config.registration import flatten
 from trainer.config.settle import Plan
 from trainer.data.contract import Batch, fingerprint
 from trainer.data.evaluation import Progress
@@ -31,7 +30,7 @@ from trainer.run import report
 from trainer.run.export import export_best, load_best, sample_text, whole_model
 from trainer.run.monitor import Monitor, NonFiniteGradients
 from trainer.run.provenance import git_facts
-from trainer.run.record import forget_failure, observed, open_metric_log, record_failure, write_config
+from trainer.run.record import forget_failure, observed, open_metric_log, options_of, record_failure, write_config
 from trainer.run.scores import PREFIX, Score, Scores
 from trainer.run.signals import Signals
 from trainer.run.summary import results, unreadable_samples
@@ -343,7 +342,7 @@ class Run:
             self.monitor.stalled(self.writer.save(self.trainer.state_dict(), self._progress(), rank, run))
 
     def _progress(self) -> dict[str, Any]:
-        facts, options = self.trainer.datasets.facts(), flatten(self.config)
+        facts, options = self.trainer.datasets.facts(), options_of(self.config)
         return {"monitor": self.monitor.state_dict(), "data": self.fingerprint, "facts": facts, "options": options}
 
     # --- the ends ---

@@ -54,6 +54,16 @@ def test_what_fp32_was_not_asked_is_left_out() -> None:
         Course(step, Budget(1.0, step, step_seconds=1.0)).explosion()
 
 
+def test_a_search_without_an_end_is_left_out() -> None:
+    step = of_loop("bf16", 1e6)
+    budget = Budget(600, step)
+    course = Course(step, budget)
+    assert course.count
+    budget.seconds = 0.0
+    assert course.explosion() is None
+    assert budget.left_out[0].startswith("lower learning rates and other changes in fp32 (no time left")
+
+
 def test_a_cure_is_tried_from_the_start_and_not_from_the_weights_that_are_ruined() -> None:
     """Its scale is that of a new run, unless the cure sets it."""
     start = of_loop("fp16", 1e-2)

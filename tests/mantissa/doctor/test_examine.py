@@ -202,6 +202,13 @@ def replaced() -> nn.Module:
     return model
 
 
+def with_hidden() -> nn.Module:
+    model = Own()
+    model.others = [nn.Linear(8, 8)]  # type: ignore[assignment]
+    model.register_forward_pre_hook(lambda module, args: module.others[0](args[0]))
+    return model
+
+
 def test_the_surrounding_modes_do_not_matter() -> None:
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         report = mantissa.examine(Own(), error, with_value(regression(), 0, 1e30), "fp32")
@@ -237,6 +244,7 @@ def test_batches_of_any_nesting_and_no_optimizer() -> None:
         ({"precision": torch.optim.SGD(Own().parameters())}, "precision must be one of fp32, .* is of type SGD"),
         ({"model": nn.ReLU()}, "no parameters"),
         ({"model": replaced()}, "a gradient goes to the model that was given"),
+        ({"model": with_hidden()}, "2 weights with a gradient, and nothing trains them; hold layers in nn.ModuleList"),
         ({"model": Own}, "model must be a module, and is of type type"),
         ({"loss": regression(), "batches": error}, "loss must be a function, .* and is of type list"),
         ({"batches": error}, "batches must be an iterable of batches"),
@@ -435,6 +443,15 @@ def test_lost_updates_of_sparse_gradients_are_found(optimizer: Callable[[Any], t
     report = mantissa.examine(model, error, regression(), "bf16_pure", optimizer(model), checks=checks)
     assert "table" in [finding.place for finding in report.findings if finding.kind == LOST], str(report)
     assert report.diagnosis.budget.left_out == []
+
+
+def test_sparse_gradients_count_in_the_norm_of_a_step() -> None:
+    norms = []
+    for sparse in (True, False):
+        model = Looking()
+        model.table.sparse = sparse
+        norms.append(mantissa.examine(model, error, regression(), checks=["formats"]).diagnosis.taken.grad_norm)
+    assert norms[0] == pytest.approx(norms[1])
 
 
 def test_updates_that_are_not_measured_are_not_healthy() -> None:

@@ -10,8 +10,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 import mantissa
+from mantissa.errors import UsageError
 
 pytest_plugins = ["pytester"]
 
@@ -63,6 +65,9 @@ def test_an_arm_that_diverges_is_worse_and_an_error_of_the_training_is_its_own(t
         mantissa.precision_gate(lambda p, s: float("nan") if (p, s) == ("bf16", 2) else train(p, s), report=tmp_path)
     with pytest.raises(ZeroDivisionError):
         mantissa.precision_gate(lambda precision, seed: 1 / seed, report=tmp_path)
+    for returned in (None, [3.0, 2.5], torch.ones(2)):
+        with pytest.raises(UsageError, match="train must return the final loss, a number, and returned "):
+            mantissa.precision_gate(lambda precision, seed, value=returned: value, report=tmp_path)
 
 
 def test_the_fixture_fails_the_test_with_the_report_and_writes_its_page(pytester: pytest.Pytester) -> None:

@@ -315,14 +315,16 @@ def averaged(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
 
 
 def functional(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
-    weights = dict(net.named_parameters())
-    loss = torch.func.functional_call(net, weights, data(number))[0]
+    weights, batch = dict(net.named_parameters()), data(number)
+    loss = torch.func.functional_call(net, weights, batch)[0]
 
     def other(weights: Any) -> Tensor:
-        result: Tensor = torch.func.functional_call(net.eval(), weights, data(number))[0]
+        result: Tensor = torch.func.functional_call(net.eval(), weights, batch)[0]
         return result
 
-    gradients = torch.func.grad(other)({name: weight.detach() for name, weight in weights.items()})
+    gradients = torch.func.vmap(torch.func.grad(other))(
+        {name: weight.detach()[None] for name, weight in weights.items()}
+    )
     net.train()
     return update(optimizer, loss + 0 * sum(gradient.sum() for gradient in gradients.values()), watch)
 

@@ -161,6 +161,22 @@ def freed(net: Net) -> None:
     net.inner.weight.requires_grad_(False)
 
 
+def penalised(net: Net) -> None:
+    """Call a module once more outside of autocast, as a gradient penalty does."""
+
+    def again(*_: Any) -> None:
+        with torch.autocast("cpu", enabled=False):
+            net.inner(torch.ones(1, 8))
+
+    net.register_forward_hook(again)
+
+
+def listed(net: Net, kind: type = list) -> None:
+    """Let a layer of the forward pass be in a list, which the model does not see."""
+    net.others = kind([nn.Linear(8, 8)])
+    net.embed.register_forward_hook(lambda module, args, output: net.others[0](output))
+
+
 def untied(net: Net) -> None:
     net.head.weight = nn.Parameter(net.embed.weight.detach().clone())
 
@@ -172,6 +188,7 @@ def untied(net: Net) -> None:
         (None, {}),
         (None, {"autocast": BF16}),
         ("bf16", {"autocast": BF16}),
+        ("bf16", {"autocast": BF16, "change": penalised}),
         ("bf16_pure", {"dtype": BF16, "passes": 2}),
         ("bf16_master", {"dtype": BF16, "made": masters}),
         ("fp16", {"autocast": FP16, "scale": 65536}),
@@ -244,6 +261,11 @@ DIFFERENCES: list[Row] = [
     ),
     (("In no group", "1 parameter (embed.weight)", "add them"), {"made": of_inner}, {"made": None}),
     (("call requires_grad_(False)",), {"made": of_inner}, {"change": lambda net: net.embed.requires_grad_(False)}),
+    (
+        ("In a list or dict of the model", "2 weights", "nn.ModuleList"),
+        {"change": listed},
+        {"change": lambda net: listed(net, nn.ModuleList)},
+    ),
     (("embed.weight and head.weight were one weight", "tie them, as with"), {"late": untied}, {"late": None}),
     (("Frozen, but changed: 1 parameter (inner.weight)", "clear their .grad"), {"change": freed}, {"change": None}),
     (

@@ -125,6 +125,16 @@ def test_the_first_step_that_is_not_finite_is_replayed_and_explained(tmp_path: P
         assert same_bits(dict(training.net.named_parameters()), before)
 
 
+def test_an_operator_of_a_model_without_code_has_no_line(tmp_path: Path) -> None:
+    """The line of the loop is where the step was replayed, and not where the model was called."""
+    model = nn.Sequential(nn.Linear(4, 2))
+    watch = mantissa.Watch(model, torch.optim.SGD(model.parameters(), 0.1), folder=tmp_path)
+    model(torch.full((3, 4), math.inf)).mean().backward()
+    with pytest.raises(mantissa.NotFiniteError, match=r"batch\[0\]\[0\]"):
+        watch.optimizer.step()
+    assert Path(__file__).name not in (tmp_path / "verdict.json").read_text()
+
+
 class Late:
     """An accelerator's event, which is behind the host by two steps."""
 
@@ -414,6 +424,7 @@ def test_the_loss_is_found_in_what_a_model_returns(output: Callable[[Tensor], An
         ({"precision": "bf8"}, f"precision='bf8' is unknown; use one of {', '.join(FORMATS)}"),
         ({"model": nn.ReLU()}, "type ReLU"),
         ({"optimizer": torch.optim.SGD}, "type type"),
+        ({"optimizer": object.__new__(torch.optim.SGD)}, "of a wrapper, the one inside"),
         ({"scaler": "bf16"}, "type str"),
     ],
 )
