@@ -166,6 +166,7 @@ recipe=bignet | precision=bf16_pure 'precision.fp32_modules=["*"]' | -
 recipe=resnet | precision=mxfp8 | -
 recipe=bignet | epochs=2 steps=10 | -
 recipe=bignet steps=10 | schedule.warmup_steps=20 | -
+recipe=bignet steps=10 | profiler=torch profiler.wait=20 | needs 25 steps … steps=25
 recipe=bignet | checkpoint.best=los | -
 recipe=bignet | checkpoint=none checkpoint.save_on_signal=[USR1] | -
 recipe=bignet | checkpoint.save_on_signal=[KILL] | -
