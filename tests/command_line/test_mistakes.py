@@ -45,8 +45,6 @@ recipe=bignet | loader=2 | -
 - | lr=1e-3 | lr is not a key of the config; set optimizer.lr=1e-3
 recipe=bignet schedule=wsd | schedule.warmup=10 | -
 # options of another choice
-- | optimizer.options.momentum=0.9 | ; set optimizer=muon optimizer.options.momentum=0.9 or
-- | optimizer.options.amsgrad=true | -
 - | data.path=notes.txt | data.path is not an option of data=python_docs; it belongs to data=imagefolder|text
 recipe=bignet | clip.max_norm=1.0 | clip=norm clip.max_norm=1.0, or leave
 recipe=bignet | ema.decay=0.9 | ema=default ema.decay=0.9
@@ -109,7 +107,7 @@ recipe=resnet | recipe.pretrained=IMAGENET1K_V1 | ; set init_from=IMAGENET1K_V1
 recipe=resnet | recipe.pretraned=IMAGENET1K_V1 | ; set init_from=IMAGENET1K_V1
 recipe=gpt2 | init_from=DEFAULT | published weights of image classifiers
 recipe=gpt2 | path=notes.txt | here it is data.path (of data=imagefolder|text)
-recipe=bignet | eps=1e-6 | ; set +optimizer.options.eps=1e-6
+recipe=bignet | eps=1e-6 | ; set optimizer.options.eps=1e-6
 recipe=bignet | betas=1 | here it is optimizer.options.betas
 recipe=bignet | --device nothing | here it is device
 # Hydra's grammar and flags
@@ -156,7 +154,7 @@ recipe=bignet | recipe.layers=2.5 | -
 - | optimizer.lr=high | optimizer.lr=high must be a number
 - | optimizer.fused=auto | optimizer.fused=auto must be true or false
 precision=bf16 | precision.fp32_modules=lm_head | must be a list
-- | tags=[a] | tags=[a]: it has names, such as +tags.NAME=VALUE
+- | tags=[a] | tags=[a]: it has names, such as tags.NAME=VALUE
 - | run_name=a/b | run_name=a/b … without a slash
 recipe=bignet | optimizer.groups={0:2.0} | -
 # options that exclude each other, or do not fit
@@ -475,9 +473,8 @@ def test_several_mistakes_are_mended_together(typed: str, remedy: str, train: Tr
 
 def test_a_remedy_that_cannot_be_typed_here_is_not_shown(train: Train) -> None:
     refused = train(*BIGNET.split(), "optimizer.options.beta=1")  # AdamW has betas
-    assert (refused.code, refused.err.endswith("optimizer.options.beta is not in the config\n")) == (2, True), (
-        refused.err
-    )
+    assert refused.code == 2
+    assert refused.err.endswith("AdamW has no such argument; did you mean 'betas'?; leave it out\n")
 
 
 def test_tags_have_names_with_dots(train: Train, folder: Path) -> None:

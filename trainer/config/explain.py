@@ -42,11 +42,8 @@ def _explained(error: BaseException, where: str) -> UserError:
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
         key, offered = str(cause.full_key), re.search(r"append to your config use \+\S+?=(.*)", text)
         if not is_dataclass(cause.object_type):
-            problem, group = f"{where}{key} is not in the config", key.partition(".")[0]
-            value = offered[1] if offered else ""
-            owners = _files_with(group, key.partition(".")[2])
-            remedies = [f"{group}={owner} {key}={value}" for owner in owners] if value else []
-            return UserError(problem, *(remedies or [f"+{key}={value}"] * bool(value)), mistake=f"{key}={value}")
+            typed = f"{key}={offered[1]}" if offered else key
+            return UserError(f"{where}{key} is not in the config", *[f"+{typed}"] * bool(offered), mistake=typed)
         return _unknown(cause.full_key, cause.object_type, offered[1] if offered else "", where)
     override = re.search(r"Error merging override \+*(.*)", text)
     typed = override[1] if override else getattr(cause, "full_key", None) or ""
@@ -62,7 +59,7 @@ def _explained(error: BaseException, where: str) -> UserError:
     kind = str(next((entry.type for entry in known_options().get(key, {}).values()), ""))
     if any(isinstance(each, ValidationError | TypeError) for each in chain) and kind and "expected one of" not in first:
         if kind[:4] == "dict":
-            return UserError(f"{where}{typed}: it has names, such as +{key}.NAME=VALUE")
+            return UserError(f"{where}{typed}: it has names, such as {key}.NAME=VALUE")
         several = [f"-m {key}={value.strip('[]')}"] if "," in value and "list" not in kind and override else []
         if kind[:4] == "list" and value[:1] not in ("[", "{") and override:
             several = [as_list(key, value)]
@@ -193,8 +190,6 @@ def overrides_with(ours: str, value: str) -> list[str]:
         return []
     group, _, inner = key.partition(".")
     owners = [name for name in known_options().get(key, ()) if name not in ("", group)] or _files_with(group, inner)
-    if "." in inner and not owners:  # of the optimizer's class
-        return [f"+{key}={meaning}"]
     if not owners or len(owners) in (len(config.choices(group)), len(config.groups().get(group, ()))):
         return [f"{key}={meaning}"]
     if group == "data" and len(owners) > 1:  # which of them fits what is trained is not known here
