@@ -163,6 +163,7 @@ recipe=bignet precision=bf16 | scaler=dynamic | -
 recipe=bignet | precision=bf16_pure 'precision.fp32_modules=["*"]' | -
 recipe=resnet | precision=mxfp8 | -
 recipe=bignet | epochs=2 steps=10 | -
+experiment=resnet18_fake | recipe=bignet | experiment=resnet18_fake: recipe.arch is … belongs to recipe=resnet
 recipe=bignet steps=10 | schedule.warmup_steps=20 | -
 recipe=bignet steps=10 | profiler=torch profiler.wait=20 | needs 25 steps … steps=25
 recipe=bignet | checkpoint.best=los | -

@@ -37,6 +37,8 @@ def _explained(error: BaseException, where: str) -> UserError:
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     cause, text = chain[-1], "\n".join(map(str, chain))
+    if file := re.search(r"^In '(.+)/(.+)': \w+ raised while composing", text):
+        where += f"{file[1]}={file[2]}: "
     if isinstance(cause, MissingConfigException) and cause.missing_cfg_file and cause.options:
         return _missing(cause.missing_cfg_file, [name for name in cause.options if not name.endswith("_schema")], where)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
@@ -116,9 +118,10 @@ def _unknown(key: str, owner: Any, value: str, where: str) -> UserError:
         here = next((choice for choice, cls in classes.items() if cls is owner), None)
         which = f"{group}={here}" if here else f"this {group}"
         problem = f"{where}{key} is not an option of {which}"
-        if len(choices) > 3 or group == "data":  # whose path and name have to fit, too
+        # A path and a name of data have to fit, too; without a value it was not typed.
+        if len(choices) > 3 or group == "data" or not value:
             return UserError(f"{problem}; it belongs to {group}={'|'.join(sorted(choices))}")
-        remedies = [f"{group}={name} {typed}" for name in sorted(choices) if name] if value else []
+        remedies = [f"{group}={name} {typed}" for name in sorted(choices) if name]
         return UserError(problem, *remedies, "", mistake=typed)
     if not classes or option in {**OTHER_NAMES, **NOT_HERE} or intended_key(option) != option:
         return meant(option if classes else key, value, f"{where}{key} is not a key of the config", typed)
