@@ -131,8 +131,11 @@ def _of_run(given: str, run: RunFolder) -> Exported:
         elif not steps(run.checkpoints):
             remedy = "it has no checkpoint either, so its weights are gone: train it again"
         else:
-            had = final_status(run.path) == "FINISHED"
-            what = "it had them when it ended; export them again" if had else "it has not ended; finish it"
+            ends = {
+                "FINISHED": "it had them when it ended; export them again",
+                "FAILED": "it failed, and summary.json says why; once that is mended, finish it",
+            }
+            what = ends.get(str(final_status(run.path)), "it has not ended; finish it")
             remedy = f"{what} with:\n  {resume_command(run.path)}"
         raise UserError(f"run={given} has no weights in {best}: {remedy}")
     return Exported(given, best, config, run, str(recorded.get("recipe")))

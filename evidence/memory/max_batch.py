@@ -134,7 +134,8 @@ def parse_memory_budget(text: str, hardware: Hardware) -> int:
         return there
     amount = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT]i?B)", text, re.IGNORECASE)
     if not amount or not float(amount[1]):
-        raise UserError(f"memory_budget={text} is not a size, such as 8GiB", "memory_budget=device")
+        remedy = f"{text}GiB" if text.isdecimal() and 0 < int(text) * 2**30 <= there else "device"
+        raise UserError(f"memory_budget={text} is not a size, such as 8GiB", f"memory_budget={remedy}")
     wanted = int(float(amount[1]) * _UNITS[amount[2].upper()])
     if wanted > there:
         held = f"{hardware.name} {'has' if hardware.is_gpu else 'has free now'}, {size(there)}"

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from mantissa.display import shortened
 from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import TokenizedText
@@ -34,10 +35,12 @@ BUILDERS = {
 }
 _SNIFFED = 1 << 16
 """Characters of a table by which its form is found."""
+_LEAST = 1000
+"""Characters of a column that is worth naming as the text: of fewer nothing is left to validate on."""
 ROWS = ("auto", "lines", "documents")
 """What the rows of a text dataset are; auto: see ``are_lines``."""
 _WANTED = {
-    "text": 'a row has one text in a column of its own, as {"text": …} has',
+    "text": 'a row has one text, a string (no tokens, no numbers), in a column of its own, as {"text": "…"} has',
     "image": "name a folder of images with a metadata.csv that has the columns file_name and label",
     "label": "an image has one label, a word or a number, in a column of its own",
 }
@@ -292,11 +295,14 @@ class Hub(TokenizedText, ImageSource):
             return fitting[0]
         are = "column is" if len(fitting) == 1 else "columns are"
         wrong = f"{len(fitting) or 'no'} {are}" if choice is None else f"{choice} is not a column"
-        columns = ", ".join(f"{name} ({str(dtype)[:60]})" for name, dtype in types.items())
+        columns = shortened([f"{name} ({str(dtype)[:60]})" for name, dtype in types.items()], 20)
         parts = [f"data.name={self.name}: {wrong} of type {kind}; its columns are {columns}"]
         parts += [f"{name} has texts in lists" for name in lists]
-        remedies = _label_columns(dataset) if kind == "label" else []
-        remedies = [typed(f"data.{key}", name) for name in fitting] or remedies
+        parts += ["all is in one row: rows below a key are not read, write one row each"] * is_nested
+        # A text of a few words, such as a version, trains nothing.
+        named = [name for name in fitting if kind != "text" or _characters(dataset, name) >= _LEAST]
+        remedies = [typed(f"data.{key}", name) for name in named if not is_nested]
+        remedies = remedies or (_label_columns(dataset) if kind == "label" else [])
         raise UserError("; ".join([*parts, _WANTED[kind]]), *remedies)
 
     def _labels(self, key: str, choice: str, label: str, classes: list[str]) -> np.ndarray:
@@ -356,6 +362,12 @@ def are_lines(rows: Sequence[str | None]) -> bool:
 
 def _is_text(feature: Any) -> bool:
     return getattr(feature, "dtype", None) in ("string", "large_string")
+
+
+def _characters(dataset: Any, name: str) -> int:
+    import pyarrow.compute
+
+    return pyarrow.compute.sum(pyarrow.compute.utf8_length(dataset.data.column(name))).as_py() or 0
 
 
 def _is_number(text: str) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from evidence.memory import max_batch, trial
 from evidence.memory.max_batch import LargestBatch, largest_micro_batch, parse_memory_budget, search
-from trainer.errors import is_out_of_memory
+from trainer.errors import UserError, is_out_of_memory
 from trainer.hardware import Hardware
 
 GPU = Hardware(torch.device("cuda", 0), "a GPU", 2**33, 2, (9, 0))
@@ -103,6 +103,10 @@ def test_trials_are_steps_as_training_takes_them(
 def test_a_memory_budget_is_an_amount_of_memory() -> None:
     budgets = {"8GiB": 2**33, "1.5MiB": 3 * 2**19, "500MB": 5 * 10**8, "device": 2**33}
     assert {text: parse_memory_budget(text, GPU) for text in budgets} == budgets
+    for text, remedy in {"8": "8GiB", "9": "device", "0": "device", "much": "device"}.items():
+        with pytest.raises(UserError) as refused:
+            parse_memory_budget(text, GPU)
+        assert refused.value.remedies == (f"memory_budget={remedy}",)
 
 
 def test_out_of_memory_is_recognised_on_every_device() -> None:

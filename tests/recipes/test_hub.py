@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import re
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -285,14 +286,19 @@ READ: dict[str, tuple[str, str, dict[str, str], int]] = {
 REFUSED: dict[str, tuple[str, str | bytes, dict[str, str], tuple[str, ...]]] = {
     "two columns": (
         "a.jsonl",
-        rows(*[{"title": "t", "body": "b"}] * 9),
+        rows(*[{"title": "A novel.", "body": "b" * 9}] * 125),
         {},
-        ("data.text_column=title or data.text_column=body", "one text in a column of its own"),
+        ("data.text_column=title or data.text_column=body", "in a column of its own"),
     ),
-    "no text": ("a.csv", "text,label\n1,2\n3,4\n", {}, ("text (int64), label (int64)", '{"text": …}')),
+    "no text": ("a.csv", "text,label\n1,2\n3,4\n", {}, ("text (int64), label (int64)", "a string")),
     "lists": ("a.jsonl", rows({"text": ["a"]}), {}, ("text (List",)),
-    "below a key": ("a.json", json.dumps({"version": "1", "data": STANZAS}), {}, ("data (List", "text_column=version")),
-    "below two keys": ("a.json", json.dumps({"data": {"rows": STANZAS}}), {}, ("data (", '{"text": …}')),
+    "below a key": (
+        "a.json",
+        json.dumps({"version": "1", "data": STANZAS}),
+        {},
+        ("data (List", "below a key"),
+    ),
+    "below two keys": ("a.json", json.dumps({"data": {"rows": STANZAS}}), {}, ("data (", "below a key")),
     "a column below": ("a.json", json.dumps({"data": STANZAS}), {"text_column": "text"}, ("text is not a column",)),
     "a chat": ("a.jsonl", rows(*[MESSAGES] * 9), {}, ("messages has texts in lists",)),
     "a chat with an id": ("a.jsonl", rows(*[TURNS | {"id": "c"}] * 9), {}, ("conversations has texts in lists",)),
@@ -306,6 +312,40 @@ REFUSED: dict[str, tuple[str, str | bytes, dict[str, str], tuple[str, ...]]] = {
     "no parquet": ("a.parquet", b"not parquet", {}, ("cannot be opened",)),
     "compressed": ("a.jsonl.zst", b"\x1f\x8b", {}, ("packed; unpack it",)),
 }
+
+
+TOO_LITTLE = {
+    "blank, and of a few characters": rows(*[{"text": "A novel.", "kind": "", "id": "7", "body": "b" * 9}] * 125),
+    "one row": json.dumps({"version": "1" * 2000, "data": STANZAS}),
+}
+
+
+@pytest.mark.parametrize(("case", "offered"), [*zip(TOO_LITTLE, (("text", "body"), ()), strict=True)])
+def test_a_column_that_could_not_train_is_not_offered(case: str, offered: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        opened_file(tmp_path, "a.json", TOO_LITTLE[case], {})
+    assert refused.value.remedies == tuple(f"data.text_column={name}" for name in offered)
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "part"),
+    [
+        (STORIES, ["Another."], None),
+        ([*STORIES, *STORIES[:40]], ["Another."], "validation"),
+        (STORIES, [*STORIES[:99], "Another."], "test"),
+    ],
+)
+def test_documents_that_are_training_documents_too_are_counted(
+    train: list[str], test: list[str], part: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "data").mkdir()
+    for name, texts in {"train": train, "test": test}.items():
+        (tmp_path / f"data/{name}-00000-of-00001.jsonl").write_text(rows(*({"text": text} for text in texts)))
+    for _ in range(2):  # the second time they are not tokenised
+        caplog.clear()
+        Hub(name=str(tmp_path), tokenizer="bytes", valid_split="train", test="test").tokens(None)
+        said = re.findall(r"(\d+) of the (\w+) documents are training documents", caplog.text)
+        assert [name for _, name in said] == ([part] if part else [])
 
 
 def opened_file(folder: Path, file: str, content: str | bytes, options: dict[str, str]) -> TokenData:

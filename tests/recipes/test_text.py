@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import bz2
+import gzip
+import lzma
 import resource
 import tracemalloc
 from pathlib import Path
@@ -129,9 +132,9 @@ def test_pieces_give_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) ->
     assert len(pieces) > 200
     assert "".join(pieces) == text
     encoded = list(token_store._encoded([lines, [""], lines], bpe))
-    ids = np.concatenate([ids for ids, _ in encoded]).tolist()
+    ids = np.concatenate([ids for ids, *_ in encoded]).tolist()
     assert ids == bpe.encode(text) + bpe.separator + bpe.encode(text)
-    assert sum(size for _, size in encoded) == 2 * len(text.replace("<|endoftext|>", "").encode())
+    assert sum(size for _, size, _ in encoded) == 2 * len(text.replace("<|endoftext|>", "").encode())
 
 
 def test_a_large_file_is_not_held_in_memory(tmp_path: Path) -> None:
@@ -154,7 +157,7 @@ def test_the_text_of_unknown_words_is_text_and_nothing_is_cut_off_or_padded(tmp_
     backend.enable_padding(length=9)
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", sep_token="[SEP]").save_pretrained(tmp_path)
     opened = Pretrained.open(str(tmp_path), "data.tokenizer")
-    ((ids, size),) = token_store._encoded([["known strange [SEP] [UNK] other"]], opened)
+    ((ids, size, _),) = token_store._encoded([["known strange [SEP] [UNK] other"]], opened)
     assert ids.tolist() == [1, 0, 2, 0, 0]
     assert size == len("known strange   other")
 
@@ -349,6 +352,13 @@ def test_a_prompt_begins_as_the_text_does(text: str, words: str) -> None:
     data = TokenData(tokens, tokens, Bytes(), "")
     datasets = TextDatasets([], [], "", tokens=data, tokenizer=data.tokenizer, vocabulary=256)  # type: ignore[arg-type]
     assert datasets.first_words == words
+
+
+@pytest.mark.parametrize("packed", [gzip.compress(b"a tale"), bz2.compress(b"a tale"), lzma.compress(b"a tale")])
+def test_a_packed_file_is_called_so_whatever_its_name(packed: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(packed)
+    with pytest.raises(UserError, match=r"a.txt .* is packed: unpack it"):
+        TextFiles(path=str(tmp_path), tokenizer="bytes").tokens(None)
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "utf-16"])

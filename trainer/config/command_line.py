@@ -167,11 +167,13 @@ def _quoted_text(argument: str, override: Override | None) -> str:
     """Return an override with its text in quotes where the grammar would not read it as text."""
     named, equals, typed = argument.partition("=")
     key = named.lstrip("+")
-    if is_tag := key.startswith("tags."):  # of which any can be set without a +
-        named = f"++{key}"
     if key == "note" and typed != "null" and typed[:1] not in ("'", '"'):
         typed = quoted(typed)  # a sentence may have commas
-    elif equals and (override is None or _is_misread(override)) and (is_tag or types_of(key) & {"str", "str | None"}):
+    elif (
+        equals
+        and (override is None or _is_misread(override))
+        and (key.startswith("tags.") or types_of(key) & {"str", "str | None"})
+    ):
         texts = [typed] if override is None else typed.split(",")
         typed = ",".join(text if text == "null" else _in_quotes(text) for text in texts)
     elif types_of(key) & {"int", "int | None", "int | str"}:  # which OmegaConf reads from digits alone

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from trainer.config import external_recipes
 from trainer.config.command_line import CommandLine, read, remedied
 from trainer.config.explain import explained
-from trainer.config.registration import CONF, groups, register, root
+from trainer.config.registration import CONF, groups, register, root, with_open_dictionaries
 from trainer.config.registration import key_of as key_of
 from trainer.config.typed import anew, of_another_version
 from trainer.errors import UserError
@@ -125,6 +125,7 @@ def _register(recorded: Mapping[str, Any]) -> None:
             if key not in chosen:
                 literal = value.replace("${", "\\${") if isinstance(value, str) else value
                 OmegaConf.update(config, key, literal, merge=False)
+    with_open_dictionaries(config)
     store, choice = ConfigStore.instance(), f"{_RECORDED}_schema"
     for group in chosen:
         store.store(choice, config[group], group)

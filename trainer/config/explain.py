@@ -36,16 +36,15 @@ def _explained(error: BaseException, where: str) -> UserError:
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     cause, text = chain[-1], "\n".join(map(str, chain))
+    if file := re.search(r"^In '(.+)/(.+)': \w+ raised while composing", text):
+        where += f"{file[1]}={file[2]}: "
     if isinstance(cause, MissingConfigException) and cause.missing_cfg_file and cause.options:
         return _missing(cause.missing_cfg_file, [name for name in cause.options if not name.endswith("_schema")], where)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
         key, offered = str(cause.full_key), re.search(r"append to your config use \+\S+?=(.*)", text)
         if not is_dataclass(cause.object_type):
-            problem, group = f"{where}{key} is not in the config", key.partition(".")[0]
-            value = offered[1] if offered else ""
-            owners = _files_with(group, key.partition(".")[2])
-            remedies = [f"{group}={owner} {key}={value}" for owner in owners] if value else []
-            return UserError(problem, *(remedies or [f"+{key}={value}"] * bool(value)), mistake=f"{key}={value}")
+            typed = f"{key}={offered[1]}" if offered else key
+            return UserError(f"{where}{key} is not in the config", *[f"+{typed}"] * bool(offered), mistake=typed)
         return _unknown(cause.full_key, cause.object_type, offered[1] if offered else "", where)
     override = re.search(r"Error merging override \+*(.*)", text)
     typed = override[1] if override else getattr(cause, "full_key", None) or ""
@@ -167,8 +166,6 @@ def overrides_with(ours: str, value: str) -> list[str]:
         return []
     group, _, inner = key.partition(".")
     owners = [name for name in known_options().get(key, ()) if name not in ("", group)] or _files_with(group, inner)
-    if "." in inner and not owners:  # of the optimizer's class
-        return [f"+{key}={meaning}"]
     if not owners or len(owners) in (len(config.choices(group)), len(config.groups().get(group, ()))):
         return [f"{key}={meaning}"]
     if group == "data" and len(owners) > 1:  # which of them fits what is trained is not known here

@@ -77,7 +77,7 @@ def register() -> None:
     for (group, name), cls in schemas.items():
         if _registered.get((group, name)) is not cls:
             try:
-                store.store(group=group, name=f"{name}_schema", node=cls)
+                store.store(group=group, name=f"{name}_schema", node=with_open_dictionaries(OmegaConf.structured(cls)))
             except OmegaConfBaseException as error:
                 why = f"{error.full_key}: {str(error).partition(chr(10))[0]}"
                 remedy = "use bool, int, float, str, a list or dictionary of them, or an Enum of the choices"
@@ -86,6 +86,17 @@ def register() -> None:
             if group == "recipe" and name not in choices("recipe"):
                 defaults = [f"{name}_schema@recipe", {"override /data": "own"}, "_self_"]
                 store.store(group=group, name=name, node={"defaults": defaults}, package="_global_")
+
+
+def with_open_dictionaries(schema: DictConfig) -> DictConfig:
+    """Let a command line add names to the dictionaries of a schema, without Hydra's ``+``, and return it."""
+    for key in schema:
+        child = schema._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_missing() and not child._is_none():
+            if OmegaConf.get_type(child) is dict:
+                OmegaConf.set_struct(child, False)
+            with_open_dictionaries(child)
+    return schema
 
 
 def yaml_files(group: str) -> dict[str, Path]:

@@ -31,6 +31,7 @@ from trainer.hardware import Hardware
 from trainer.parallel.compile import Compile
 from trainer.parallel.world import World, launched_local_rank
 from trainer.parallel.wrap import Parallel
+from trainer.profiling.profiler import TorchProfiler
 from trainer.recipe import Context, Decision, Sizes
 
 MICRO = "micro_batch_size"
@@ -305,6 +306,9 @@ def _check(config: Config, steps: int, micro_batch_size: int) -> None:
             f"schedule.warmup_steps={config.schedule.warmup_steps} must be less than steps={steps}",
             "schedule.warmup_steps=auto",
         )
+    if isinstance(config.profiler, TorchProfiler) and config.profiler.steps > steps:
+        problem = "profiler=torch needs {} steps (wait, warmup and active together), and steps={}"
+        raise UserError(problem.format(config.profiler.steps, steps), f"steps={config.profiler.steps}")
     if micro_batch_size % (least := config.augment.micro_batch_multiple):
         raise UserError(
             f"micro_batch_size={micro_batch_size} must be a multiple of {least} for {config.augment.effect()}, which "

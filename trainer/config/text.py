@@ -35,7 +35,7 @@ _VALUES = {
     "bool": "true or false",
     "None": "null",
     "str": "a word, such as auto",
-    "dict[str, str]": "names with values, such as +tags.NAME=VALUE",
+    "dict[str, str]": "names with values, such as tags.NAME=VALUE",
     "list[str]": "a list, such as [a,b]",
     "list[float]": "a list of numbers, such as [0.5,0.5,0.5]",
 }

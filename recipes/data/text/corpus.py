@@ -17,7 +17,7 @@ import numpy as np
 
 from mantissa.display import quantity
 from recipes.data.text.documents import Text, split
-from recipes.data.text.files import encoding_of, is_text, missing, not_read, typed
+from recipes.data.text.files import PACKED_BYTES, encoding_of, is_text, missing, not_read, typed
 from recipes.data.text.pretrained import open_tokenizer
 from recipes.data.text.tokenizers import OF_TEXT, OWN_BPE
 from recipes.data.text.tokens import TextSource, TokenData, open_or_build
@@ -238,7 +238,10 @@ class TextFile:
         problem = f"{self.key}: {self.path} is not {self.encoding} text: {why}"
         other = encoding_of(self.path)
         if other is None:
-            return UserError(f"{problem}; it is no text in another encoding either: give files of text")
+            with self.path.open("rb") as file:
+                packed = file.read(6).startswith(PACKED_BYTES)
+            what = "is packed: unpack it" if packed else "is no text in another encoding either: give files of text"
+            return UserError(f"{problem}; it {what}")
         if self.alone:
             return UserError(problem, f"data.encoding={other}")
         return UserError(f"{problem}; it is {other}: write it anew in {self.encoding}, or set that if all files are it")

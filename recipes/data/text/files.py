@@ -15,6 +15,8 @@ from trainer.errors import UserError, nearest
 TABLES = (".parquet", ".arrow", ".json", ".jsonl", ".csv", ".tsv")
 """What ``data=hub`` opens as rows."""
 _PACKED = (".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar")
+PACKED_BYTES = (b"\x1f\x8b", b"PK\3\4", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf", b"Rar!")
+"""With what compressed files and archives begin, whatever their names."""
 _OTHERS = (
     *(".npy", ".npz", "-ubyte", ".pkl", ".pickle", ".pt", ".pth", ".safetensors", ".mat", ".h5", ".hdf5", ".bin"),
     *(".pdf", ".doc", ".docx", ".odt", ".epub", ".xls", ".xlsx", ".tfrecord", ".lmdb", ".dcm", ".nii", ".heic", ".svg"),

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import shutil
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from trainer.files import flush, locked, read_json, write_json
 from trainer.recipe import DataSource
 from trainer.terminal import work
 
-FORMAT = 6
+FORMAT = 7
 """Part of every cache key: raise it when the same text would become other tokens, or meta.json holds more."""
 
 _PIECE = 2**16
@@ -151,6 +152,10 @@ def open_or_build(
                 "another folder, here or in the environment variable MANTISSA_CACHE"
             ) from None
     meta = read_json(folder / "meta.json")
+    for part, copies in meta["copies"].items():
+        if copies:
+            message = "%d of the %s documents are training documents, too; results look too good"
+            log.warning(message, copies, "validation" if part == "valid" else part)
     ids: dict[str, np.ndarray] = {
         part: np.memmap(folder / f"{part}.bin", dtype=meta["dtype"], mode="r") for part in splits
     }
@@ -170,17 +175,20 @@ def _build(folder: Path, splits: Mapping[str, Text], tokenizer: Tokenizer | None
             tokenizer.save(partial)
         dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
         text_bytes = dict.fromkeys(splits, 0)
+        begun = {part: array("q") for part in splits}  # hashes of how the documents begin
         for part, documents in splits.items():
             tokenizing = work(f"tokenizing the {part} text", documents.megabytes, "MB")
             with (partial / f"{part}.bin").open("wb") as file, tokenizing as advance:
-                for ids, size in _encoded(documents, tokenizer):
+                for ids, size, hashes in _encoded(documents, tokenizer):
                     ids.astype(dtype).tofile(file)
+                    begun[part].extend(hashes)
                     text_bytes[part] += size
                     advance(text_bytes[part] / 1e6)
                 if not file.tell():
                     other = "data.test" if part == "test" else "data.valid_fraction"
                     raise UserError(f"no text is left for the {part} part; use a longer text or another {other}")
-        write_json(partial / "meta.json", {"dtype": dtype.name, "text_bytes": text_bytes})
+        copies = {part: int(np.isin(begun[part], begun["train"]).sum()) for part in splits if part != "train"}
+        write_json(partial / "meta.json", {"dtype": dtype.name, "text_bytes": text_bytes, "copies": copies})
         for path in partial.iterdir():
             flush(path)
         partial.rename(folder)
@@ -188,10 +196,11 @@ def _build(folder: Path, splits: Mapping[str, Text], tokenizer: Tokenizer | None
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _encoded(documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
+def _encoded(documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int, list[int]]]:
     """Yield the ids of the documents, the tokenizer's separator between them, some megabytes at a time.
 
-    Each with the bytes of its text. A document without text leaves nothing.
+    Each with the bytes of its text, and with a hash of the first piece of each document that begins there. A document
+    without text leaves nothing.
     """
     separator, written = np.array(tokenizer.separator, dtype=np.uint32), False
     marked = ((number == 0, piece) for document in documents for number, piece in enumerate(pieces(document)))
@@ -203,7 +212,7 @@ def _encoded(documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> Iterat
             parts += [separator, ids] if begins and written else [ids]
             size += len(piece.encode()) - _special_bytes(piece, ids, tokenizer.special)
             written = True
-        yield np.concatenate(parts), size
+        yield np.concatenate(parts), size, [hash(piece) for begins, piece in batch if begins]
 
 
 def _batches(marked: Iterable[tuple[bool, str]]) -> Iterator[list[tuple[bool, str]]]:

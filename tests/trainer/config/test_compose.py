@@ -50,7 +50,7 @@ def test_what_hydra_can_read_is_not_changed() -> None:
         "recipe=gpt2",
         "data.path='a b'",
         "data.path=a,b",
-        "+optimizer.options.eps=1",
+        "optimizer.options.eps=1",
         "~optimizer.options.betas",
     ]
     assert read(typed).arguments == typed
@@ -67,7 +67,7 @@ def test_only_text_is_quoted(override: str) -> None:
 
 
 def test_an_option_of_the_yaml_that_another_class_lacks_is_removed_by_the_user() -> None:
-    config = compose(["optimizer.name=Adadelta", "~optimizer.options.betas", "+optimizer.options.rho=0.8"])
+    config = compose(["optimizer.name=Adadelta", "~optimizer.options.betas", "optimizer.options={rho:0.8}"])
     assert config.optimizer.options == {"rho": 0.8}
     with pytest.raises(UserError, match=r"betas: Adadelta has no such argument; set ~optimizer.options.betas"):
         compose(["optimizer.name=Adadelta"])
@@ -101,7 +101,7 @@ def test_what_is_recorded_takes_the_place_of_the_defaults() -> None:
     groups = {"head": {"lr": 3.0}, "*.bias": {"lr": 1e-300}, "a,b": {"lr": 2.0}}
     recorded: dict[str, Any] = {"optimizer.name": "SGD", "optimizer.options": {}, "optimizer.groups": groups}
     recorded |= {"seed": 3, "output_dir": "${x}", "loader": "plain"}
-    config = compose(["optimizer.lr=2", "+optimizer.options.momentum=0.5"], recorded)
+    config = compose(["optimizer.lr=2", "optimizer.options.momentum=0.5"], recorded)
     assert list(config.optimizer.groups.items()) == list(groups.items())
     assert (config.optimizer.name, config.optimizer.lr, config.optimizer.options) == ("SGD", 2.0, {"momentum": 0.5})
     assert (config.seed, config.output_dir, config.loader.kind) == (3, "${x}", "plain")
