@@ -31,8 +31,8 @@ _TIMES = 4.0
 _IN_A_ROW = 3
 _LEAST = 0.003
 """Share of the loss up to which a difference is none: the margin with which ``compare`` calls losses equivalent."""
-_WORSE = 0.25
-"""The share of what fp32 has learned that a format may lose."""
+_WORSE, _ALIKE = 0.25, 0.1
+"""Shares of what fp32 has learned that a format may lose, and that one may differ by whose losses leave the spread."""
 NOT_TRAINED = "the step is finite; training was not tried"
 
 
@@ -159,10 +159,12 @@ class Course:
         if not standard.exact.isfinite().all() or explodes(standard.exact, standard.exact[:1]):
             return None
         losses = losses_of(changed.as_run(), standard.batches)
-        holds = bool(losses.isfinite().all()) and leaves(losses, *standard.spread) is None
         # A constant that rounding adds to the loss is not what training learns.
         learned = losses - (losses - standard.exact)[0]
-        return replace(cure, about="") if holds and not standard.is_worse(learned, changed) else None
+        # Where numbers are large, a format that rounds in every operator leaves the spread, and learns as much.
+        alike = leaves(losses, *standard.spread) is None or abs(lost(learned, standard.exact)) <= _ALIKE
+        holds = bool(losses.isfinite().all()) and alike and not standard.is_worse(learned, changed)
+        return replace(cure, about="") if holds else None
 
     def _standard(self, cure: Cure, base: Step) -> Standard:
         """Return what training with a cure is compared with: fp32 with the same data, rate, factor and state."""
@@ -200,11 +202,11 @@ def leaves(losses: Tensor, middle: Tensor, limit: Tensor) -> int | None:
 def lost(losses: Tensor, exact: Tensor) -> float:
     """Return which share of what fp32 has learned other losses have not, both in the mean of the last third.
 
-    0 where fp32 has not learned anything; infinite where the losses are not finite.
+    NaN where fp32 has not learned anything; infinite where the losses are not finite.
     """
     third = max(1, len(exact) // 3)
     learned = (exact[:3].mean() - exact[-third:].mean()).item()
     if not 0 < learned < math.inf:
-        return 0.0
+        return math.nan
     share = ((losses - exact)[-third:].mean() / learned).item()
     return share if math.isfinite(share) else math.inf

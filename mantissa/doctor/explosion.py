@@ -24,7 +24,7 @@ _EXPLODED = 10.0
 of that again."""
 _NO_PROGRESS, _CLEAR_PROGRESS = 0.03, 0.15
 """Of its size: training learns nothing if the loss falls by less than the first, and what lets it fall by more than
-the second is the cause."""
+the second is the cause; by more than the first, of a training that rises by as much."""
 _FACTOR, _TINY = 16.0, 1e-3
 """From the first on a constant factor of the loss is tried as the cause; gradients below the second one, as a share of
 the optimizer's eps, move no weight."""
@@ -62,6 +62,7 @@ def explosion(
     still = losses_of(step.at_rate(0.0).reference(), batches)
     grows = explodes(exact, still)
     share = 0.0 if grows else _learned(exact, still)
+    clear = _NO_PROGRESS if share < -_NO_PROGRESS else _CLEAR_PROGRESS
     if not (grows or failed) and share > _NO_PROGRESS:
         return None
 
@@ -78,7 +79,7 @@ def explosion(
         if not goes_on():
             break
         losses = _without(cause, step, batches)
-        least = 0.0 if grows or cause.kind == UNDERFLOW else max(_CLEAR_PROGRESS, 2 * share)
+        least = 0.0 if grows or cause.kind == UNDERFLOW else max(clear, 2 * share)
         learned = -math.inf if explodes(losses, still) else _learned(losses, still)
         # A lower rate hides what an option does, for some steps.
         more = most * _MORE if best is not None and (best.kind, cause.kind) == (OPTION, RATE) else most

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 import mantissa
 from mantissa.doctor.budget import Budget, LeftOutError
 from mantissa.doctor.course import NOT_TRAINED, Course
+from mantissa.doctor.explosion import losses_of
 from mantissa.doctor.finding import DOMAIN, OPTION, OVERFLOW, RATE, Cure
 from mantissa.doctor.outliers import without_outliers
 from mantissa.formats import BF16, FORMATS, plain
 from mantissa.step.loop import LoopStep
+from mantissa.step.step import Batch, Replay
 from tests.mantissa.doctor.faults import NARROW, Computes, Net, error, regression
 
 
@@ -145,3 +147,36 @@ def test_a_domain_fault_is_no_matter_of_the_rate() -> None:
     torch.manual_seed(0)
     model = Net([Computes(lambda own, x: own.layer(x) / (x - x), layer=nn.Linear(NARROW, NARROW))])
     assert [finding.kind for finding in examined(model, 1e4).findings] == [DOMAIN]
+
+
+@pytest.mark.parametrize(("lost", "is_cure"), [(0.0, True), (0.2, False)])
+def test_a_format_whose_losses_leave_the_spread_has_to_learn_as_much(
+    lost: float, is_cure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding in every operator takes losses farther than that of the weights does; here by a tenth, up and down."""
+
+    def rounded(replay: Replay, batches: list[list[Batch]]) -> Tensor:
+        losses = losses_of(replay, batches)
+        if replay.format is not step.format:
+            return losses
+        sides = torch.ones_like(losses)
+        sides[1::2] = -1
+        sides[0] = 0
+        return losses + sides * losses / 10 + lost * (losses[0] - losses)
+
+    monkeypatch.setattr("mantissa.doctor.course.losses_of", rounded)
+    step = of_loop("bf16", 0.1)
+    assert (Course(step, Budget(600, step)).learned(Cure("bf16", step), step) is not None) == is_cure
+
+
+def test_where_training_rises_what_lets_it_learn_a_little_is_the_cause() -> None:
+    """Of a loss that is mostly constant."""
+    torch.manual_seed(0)
+    model = Net([nn.Linear(NARROW, NARROW)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.999)
+    step = LoopStep.copied(
+        model, lambda model, batch: 3 + error(model, batch), regression(), FORMATS["fp32"], optimizer
+    )
+    finding = Course(step, Budget(600, step)).explosion()
+    assert finding is not None
+    assert finding.kind == OPTION
