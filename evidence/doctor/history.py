@@ -75,7 +75,7 @@ def _ended(steps: list[int], values: list[float], at: int) -> History:
     began, best, end = min(values[0], means[0]), min(means), statistics.fmean(values[-third:])
     varies = statistics.median(abs(one - other) for one, other in pairwise(values)) / math.sqrt(few)
     learned, flat = began - best, max(_FLAT * abs(began), _TIMES * varies)
-    if learned > flat and end <= best + learned / 2 + flat:
+    if end <= best + learned / 2 + flat and (learned > flat or end < began - _FLAT * abs(began)):
         return History(before(at), "")
     lowest = steps[means.index(best) * few] if learned > flat else 1
     return History(before(lowest), _words(steps, values, began, end))

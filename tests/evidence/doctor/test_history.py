@@ -39,6 +39,7 @@ def written(folder: Path, losses: dict[int, float]) -> Path:
         ({1: 4.0, 2: 90.0} | {step: 200.0 - step for step in range(3, 101)}, 101, False, 1, True),
         # A run that learns, or is too short to say.
         (FALLS, 101, False, 77, False),
+        ({1: 13.9, 10: 9.2, 20: 10.7, 30: 9.2, 40: 10.1}, 41, False, 17, False),
         (dict.fromkeys(range(1, 10), 4.0), 10, False, 1, False),
     ],
 )
