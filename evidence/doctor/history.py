@@ -35,6 +35,8 @@ class History(NamedTuple):
     """Number of the step from which on training is followed: some before the loss left its course."""
     wrong: str
     """How the loss went wrong, in words; empty: it did not, as far as is recorded."""
+    fell: bool = False
+    """Whether it ended lower than it began all the same."""
 
 
 def read_history(folder: Path, at: int, failed: bool) -> History:
@@ -75,10 +77,11 @@ def _ended(steps: list[int], values: list[float], at: int) -> History:
     began, best, end = min(values[0], means[0]), min(means), statistics.fmean(values[-third:])
     varies = statistics.median(abs(one - other) for one, other in pairwise(values)) / math.sqrt(few)
     learned, flat = began - best, max(_FLAT * abs(began), _TIMES * varies)
-    if end <= best + learned / 2 + flat and (learned > flat or end < began - _FLAT * abs(began)):
+    if learned > flat and end <= best + learned / 2 + flat:
         return History(before(at), "")
     lowest = steps[means.index(best) * few] if learned > flat else 1
-    return History(before(lowest), _words(steps, values, began, end))
+    fell = end < began - _FLAT * abs(began)
+    return History(before(lowest), _words(steps, values, began, end), fell)
 
 
 def _words(steps: list[int], values: list[float], began: float, end: float) -> str:
