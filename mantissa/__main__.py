@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from mantissa.errors import FormatError, UsageError
+from mantissa.errors import FormatError, UsageError, refusal
 
 COMMANDS = {
     "doctor": "examines a training step of your model: what breaks in 16 bits, where, and what cures it",
@@ -33,6 +33,11 @@ def main(arguments: list[str]) -> int:
         return int(import_module(f"mantissa.commands.{name}").main(rest))
     except (UsageError, FormatError) as error:
         print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        if not (why := refusal(error)):
+            raise
+        print(why, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
