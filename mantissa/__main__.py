@@ -31,13 +31,10 @@ def main(arguments: list[str]) -> int:
         if "torch" not in sys.modules:
             print("loading torch …", file=sys.stderr, flush=True)
         return int(import_module(f"mantissa.commands.{name}").main(rest))
-    except (UsageError, FormatError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except OSError as error:
-        if not (why := refusal(error)):
+    except (UsageError, FormatError, OSError) as error:
+        if isinstance(error, OSError) and not refusal(error):
             raise
-        print(why, file=sys.stderr)
+        print(refusal(error) or error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

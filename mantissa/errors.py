@@ -16,10 +16,7 @@ _NO_MEMORY = re.compile(
     "|BLAS_STATUS_NOT_INITIALIZED|No execution plans support the graph"
 )
 
-_REFUSALS = {
-    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
-    *(errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR),
-}
+_REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOTDIR}
 
 
 class UsageError(Exception):

@@ -77,12 +77,10 @@ def run(
             say("loading torch and the recipes …")
         function = pkgutil.resolve_name(main) if isinstance(main, str) else main
         return function(given)
-    except (RunError, UsageError) as error:
-        return report(error)
-    except OSError as error:
-        if not (why := refusal(error)):
+    except (RunError, UsageError, OSError) as error:
+        if isinstance(error, OSError) and not refusal(error):
             raise
-        return report(UserError(why))
+        return report(error)
     except KeyboardInterrupt:
         say("\ninterrupted" + "; run the same command again to continue" * continues)
         return 130
@@ -90,9 +88,9 @@ def run(
         signal.signal(signal.SIGTERM, before)
 
 
-def report(error: RunError | UsageError) -> int:
+def report(error: RunError | UsageError | OSError) -> int:
     """Print an error in one sentence, and return its exit code."""
-    say(redacted(f"error: {error}"))
+    say(redacted(f"error: {refusal(error) or error}"))
     return getattr(error, "exit_code", 2)
 
 

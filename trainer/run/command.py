@@ -44,10 +44,8 @@ def main() -> int:
         check_launch()
         # Read the command line, and let Hydra compose each of its runs, which ``_train_one`` trains.
         codes = _sweep(Sweep(read(typed)))
-    except UserError as error:
-        return _report(with_accepted(error, typed))
-    except OSError as error:
-        return _report(error)
+    except (UserError, OSError) as error:
+        return _report(with_accepted(error, typed) if isinstance(error, UserError) else error)
     # Leave the other processes.
     if _in_a_group() and not any(codes):  # after a failure the other ranks may have exited
         sys.modules["torch.distributed"].destroy_process_group()

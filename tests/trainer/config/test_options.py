@@ -71,7 +71,11 @@ def test_mistakes_are_one_sentence(argument: str, message: str) -> None:
     [
         (UserError("x=1 is wrong"), 2, "error: x=1 is wrong\n"),
         (RunError("it failed"), 1, "error: it failed\n"),
-        (PermissionError(13, "Permission denied", "a/b"), 2, "error: a/b: Permission denied; correct that, or give another path\n"),
+        (
+            PermissionError(13, "Permission denied", "a/b"),
+            2,
+            "error: a/b: Permission denied; correct that, or give another path\n",
+        ),
         (KeyboardInterrupt(), 130, "\ninterrupted\n"),
     ],
 )
