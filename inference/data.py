@@ -33,14 +33,15 @@ def open_data(run: RunConfig, exported: Exported, split: str) -> Datasets:
         data = replace(data, whole=split == "all")
         if (tuned or data.whole or not run.own_data) and data.tokenizer != "bytes":
             recipe = replace(recipe, pretrained=str(exported.folder))  # which brings its tokenizer, too
-    datasets: Datasets = recipe.datasets(data, config.seed)
+    try:
+        datasets: Datasets = recipe.datasets(data, config.seed)
+    except UserError as error:  # which names the option of training
+        problem = error.problem.replace(f"init_from={exported.folder}", f"run={exported.given}")
+        raise UserError(problem, *error.remedies, mistake=error.mistake) from error
     if isinstance(datasets, ImageDatasets) and "classes" in exported.config:
         return _with_classes(datasets, exported.config)
-    if isinstance(datasets, TextDatasets) and datasets.vocabulary > exported.config.get("vocab_size", 0):
-        raise UserError(
-            f"data={config.data.kind} has {datasets.vocabulary} token ids, the model of run={exported.given} knows "
-            f"{exported.config.get('vocab_size', 0)}"
-        )
+    if isinstance(datasets, TextDatasets):
+        exported.check_tokens(f"data={config.data.kind}", datasets.vocabulary)
     return datasets
 
 

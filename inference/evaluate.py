@@ -45,7 +45,7 @@ NAMES_DRAWN = 60
 @on_error_stream()
 def evaluate(arguments: list[str]) -> int:
     """Evaluate a trained model, print its metrics, and write them."""
-    logging.basicConfig(format="%(message)s", level=logging.ERROR)
+    logging.basicConfig(format="warning: %(message)s")
     options, overrides = parse(arguments, EvaluateOptions, "overrides")
     evaluation(options.find(), options, overrides)
     return 0
@@ -114,9 +114,10 @@ def measure(exported: Exported, run: RunConfig, split: str, at_least: int) -> Me
     config, device, recipe = run.config, run.hardware.device, run.config.recipe
     samples = min(len(part), run.eval_samples or len(part))
     if samples < at_least:
+        remedies = [f"eval_samples={at_least}"] if len(part) >= at_least else []
+        more = "" if remedies else "; give more data"
         raise UserError(
-            f"{counted(samples, 'sample')} cannot fill the {at_least} batches of an interval; "
-            "use eval_samples=… or more data"
+            f"{counted(samples, 'sample')} cannot fill the {at_least} batches of an interval{more}", *remedies
         )
     size = min(int(config.micro_batch_size), samples // at_least)
     model = run.in_precision(exported.model(recipe, datasets))

@@ -38,6 +38,8 @@ def generation(exported: Exported, options: GenerateOptions, overrides: Sequence
         UserError: the model generates no text, or the options do not suit it.
         RunError: the model's outputs are not finite.
     """
+    from transformers import AutoTokenizer
+
     causal = exported.recipe in CAUSAL
     if not causal and exported.recipe != "t5":
         other = "scripts/predict.py" if "classes" in exported.config else "scripts/evaluate.py"
@@ -47,11 +49,17 @@ def generation(exported: Exported, options: GenerateOptions, overrides: Sequence
         )
     run = configure(exported, overrides, with_data=False)
     device = run.hardware.device
-    tokenizer = exported.tokenizer()
-    if (exported.folder / Characters.file).is_file():  # whose error names the character that the text lacks
-        ids = torch.tensor([Characters.load(exported.folder).encode(options.prompt)])
-    else:
-        ids = torch.tensor([tokenizer(options.prompt)["input_ids"]], dtype=torch.int64)
+    own, tokenizer = exported.tokenizer(), AutoTokenizer.from_pretrained(exported.folder)
+    # An error of ours names the characters that the text lacks; transformers adds the end of T5's input.
+    tokens = own.encode(options.prompt) if isinstance(own, Characters) else tokenizer(options.prompt)["input_ids"]
+    if not tokens:
+        raise UserError(f"prompt={options.prompt!r} has no token for the model's tokenizer; give another")
+    exported.check_tokens("prompt=", 1 + max(tokens))
+    if not causal and "<extra_id_" not in options.prompt:
+        print("warning: the prompt has no gap to fill, such as <extra_id_0>", file=sys.stderr)
+    if own.unknown in tokens:
+        print("warning: parts of the prompt are unknown to the tokenizer", file=sys.stderr)
+    ids = torch.tensor([tokens], dtype=torch.int64)
     network = exported.network()
     # Under the names that it has in training, which precision.fp32_modules and the recipe's blocks may use.
     run.in_precision(nn.ModuleDict({exported.recipe: network, "network": network}) if causal else network)

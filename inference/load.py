@@ -4,14 +4,14 @@ they open to.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from recipes.data.text.pretrained import opening
+from recipes.data.text.pretrained import open_tokenizer, opening
+from recipes.data.text.tokenizers import Tokenizer
 from recipes.huggingface import RECIPES, load_whole
 from recipes.language import LanguageModel, LanguageRecipe
 from trainer.checkpoint.reader import fill
@@ -75,7 +75,8 @@ class Exported:
 
         cls: Any = groups()["recipe"][self.recipe]
         wanted, key = "give a folder that save_pretrained wrote", f"run={self.given}: {self.folder}"
-        with work("loading the model"), self._opening("cannot be opened by transformers", wanted) as place:
+        failure = "cannot be opened by transformers"
+        with work("loading the model"), opening(str(self.folder), key, failure, wanted) as place:
             kind = getattr(transformers, cls.model_class)
             model, missing = load_whole(kind, key, place, attn_implementation=attention)
         if missing:
@@ -85,16 +86,17 @@ class Exported:
             )
         return model.eval()
 
-    def tokenizer(self) -> Any:
-        """Return transformers' tokenizer. Raises UserError where there is none."""
-        from transformers import AutoTokenizer
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer beside the weights. Raises UserError where there is none."""
+        return open_tokenizer(str(self.folder), f"run={self.given}")
 
-        with self._opening("has no valid tokenizer", "copy the model's own into it") as place:
-            return AutoTokenizer.from_pretrained(**place)
-
-    def _opening(self, failure: str, wanted: str) -> AbstractContextManager[dict[str, Any]]:
-        """Give the arguments of ``from_pretrained``, whose errors become the user's."""
-        return opening(str(self.folder), f"run={self.given}: {self.folder}", failure, wanted)
+    def check_tokens(self, what: str, count: int) -> None:
+        """Refuse, with a UserError, ``what`` needs more token ids, ``count``, than the model has."""
+        if count > (known := self.config.get("vocab_size", 0)):
+            raise UserError(
+                f"{what} needs {count} token ids, the model of run={self.given} knows {known}; give it the tokenizer "
+                "that it was trained with"
+            )
 
 
 def open_exported(given: str, path: Path) -> Exported:
@@ -113,11 +115,12 @@ def open_exported(given: str, path: Path) -> Exported:
         )
     classifier = "arch" in config and "classes" in config
     name = str(config.get("recipe", "resnet" if classifier else config.get("model_type")))
-    known = list(groups()["recipe"]) if "recipe" in config else [*RECIPES, "resnet"]
-    if name not in known:
+    known = list(groups()["recipe"]) if "recipe" in config else [*RECIPES, *["resnet"] * classifier]
+    if name not in known:  # such as transformers' own ResNet
+        kind = (config.get("architectures") or [f"a model of type {name}"])[0]
         raise UserError(
-            f"run={given}: config.json names a model of type {name:.60}, which no recipe has; "
-            f"use a folder of one of {', '.join(known)}"
+            f"run={given}: config.json is of {kind:.60}, which no recipe reads; use a folder of one of "
+            f"{', '.join(known)}, or a run"
         )
     return Exported(given, path, config, None, name)
 

@@ -77,6 +77,7 @@ def predict(arguments: list[str]) -> int:
     width, classified = max(len(str(file)) for file in files), 0
     heading = ["path", *(f"{what}_{place}" for place in range(1, top + 1) for what in ("class", "probability"))]
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("w", newline="", encoding="utf-8") as table:
             rows = csv.writer(table)
             rows.writerow(heading)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from mantissa.errors import FormatError, UsageError
+from mantissa.errors import FormatError, UsageError, refusal
 
 COMMANDS = {
     "doctor": "examines a training step of your model: what breaks in 16 bits, where, and what cures it",
@@ -31,8 +31,10 @@ def main(arguments: list[str]) -> int:
         if "torch" not in sys.modules:
             print("loading torch …", file=sys.stderr, flush=True)
         return int(import_module(f"mantissa.commands.{name}").main(rest))
-    except (UsageError, FormatError) as error:
-        print(error, file=sys.stderr)
+    except (UsageError, FormatError, OSError) as error:
+        if isinstance(error, OSError) and not refusal(error):
+            raise
+        print(refusal(error) or error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

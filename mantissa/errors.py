@@ -16,6 +16,8 @@ _NO_MEMORY = re.compile(
     "|BLAS_STATUS_NOT_INITIALIZED|No execution plans support the graph"
 )
 
+_REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOTDIR}
+
 
 class UsageError(Exception):
     """An argument of a user cannot work: the message names it and what to give instead."""
@@ -38,6 +40,14 @@ def check_type(name: str, value: object, fits: bool, what: str) -> None:
 def described(error: BaseException) -> str:
     """Return the type of an error and the first line of its message, of at most 300 characters."""
     return f"{type(error).__name__}: " + str(error).strip().partition("\n")[0][:300]
+
+
+def refusal(error: BaseException) -> str:
+    """Return what the system refuses a user's path, such as the right to write there; empty: it is another error."""
+    if not (isinstance(error, OSError) and error.errno in _REFUSALS):
+        return ""
+    where = "" if error.filename is None else f"{error.filename}: "
+    return f"{where}{error.strerror}; correct that, or give another path"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -31,8 +31,6 @@ MAPPINGS = {
 """Tasks that models are trained for here: transformers' names in ``AutoModelFor…`` and ``MODEL_FOR_…_MAPPING``."""
 _POINTER = b"version https://git-lfs"
 """How files begin that Git LFS leaves until it gets theirs."""
-_LEAST_TOKENS = 16
-"""Fewest different ones in a text: transformers 5 makes an empty tokenizer for a folder that has none."""
 
 
 def load(source: str, attention: str | None = None) -> tuple[Any, str]:
@@ -75,6 +73,9 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         if pointers := [file.name for file in sorted(path.glob("*")) if file.is_file() and _is_pointer(file)]:
             why = f"{pointers[0]} is a pointer of Git LFS in the place of the file; get that with git lfs pull"
+        best = path / "best" / "config.json"  # of a run
+        if best.exists() and '"model_type"' in best.read_text():
+            why = f"it is the folder of a run; give {best.parent}"
         raise UsageError(f"{source} cannot be loaded: {why}") from error
     return model.to("cuda" if torch.cuda.is_available() else "cpu").train(), task
 
@@ -84,7 +85,7 @@ def _is_pointer(file: Path) -> bool:
         return opened.read(len(_POINTER)) == _POINTER
 
 
-def _tokenizer(source: str, text: str) -> Any:
+def _tokenizer(source: str) -> Any:
     """Return the tokenizer beside a model; None: there is none, or a package that it needs is not installed."""
     from transformers import AutoTokenizer
 
@@ -92,7 +93,8 @@ def _tokenizer(source: str, text: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, ImportError):
         return None
-    return tokenizer if len(set(tokenizer(text[:4000])["input_ids"])) >= _LEAST_TOKENS else None
+    # Transformers makes up an empty one for a folder that has none; of T5, it has the sign of a space.
+    return None if set(tokenizer.get_vocab()) <= {"▁", *tokenizer.all_special_tokens} else tokenizer
 
 
 def text_batches(model: Any, task: str, tokenizer: Any, text: str, shape: tuple[int, int, int]) -> list[Batch]:
@@ -192,13 +194,14 @@ def main(arguments: list[str]) -> int:
         text = Path(options.text).read_text(errors="replace") if options.text else "\n".join(topics.values())
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or options.length
         shape = (options.passes, options.batch, min(options.length, longest))
-        tokenizer = _tokenizer(options.model, text)
+        tokenizer = _tokenizer(options.model)
         batches = text_batches(model, task, tokenizer, text, shape)
         what = (
             "random tokens, as it has no tokenizer" if tokenizer is None else options.text or "Python's documentation"
         )
     count = sum(parameter.numel() for parameter in model.parameters())
     size = " x ".join(map(str, next(iter(batches[0].values())).shape))
+    size += " (the model takes no longer rows)" * (task != IMAGES and shape[2] < options.length)
     print(f"{type(model).__name__}, {quantity(count)} parameters; {counted(len(batches), 'pass')} over {size}: {what}")
     folder = report_folder(options.report) if options.report else None
     reports = {}

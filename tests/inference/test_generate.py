@@ -67,6 +67,9 @@ def test_t5_fills_gaps_and_its_sentinels_are_shown(here: Path, monkeypatch: pyte
     done = generate("run=outputs/t5", "prompt=The <extra_id_0> jumps", "max_new_tokens=9")
     assert done.code == 0, done.err
     assert done.out == "<extra_id_0>" + tokenizer.decode(answer[1]) + "\n"
+    assert "warning" not in done.err
+    steps = iter(answer)
+    assert "the prompt has no gap to fill" in generate("run=outputs/t5", "prompt=The fox", "max_new_tokens=9").err
 
 
 def test_it_computes_in_the_precision_that_is_asked_for(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,11 @@ TABLE = """
 EVALUATE run=photos | - | the folder has no config.json, so it is no run and no exported model
 EVALUATE run=empty | - | has no weights in empty/best: it has no checkpoint either
 EVALUATE run=unsaved | - | it was trained with checkpoint=none, which keeps none
-EVALUATE run=foreign | - | names a model of type mamba, which no recipe has
+EVALUATE run=foreign | - | config.json is of a model of type mamba, which no recipe reads
+EVALUATE run=resnet | - | config.json is of ResNetForImageClassification, which no recipe reads
+generate prompt=a max_new_tokens=4 run=bare | - | run=bare has no tokenizer that opens
+EVALUATE run=bare data=text data.path=text.txt | - | run=bare has no tokenizer that opens
+generate max_new_tokens=4 run=small | prompt=fox | the model of run=small knows 90; give it the tokenizer
 EVALUATE run=mlflow:a/b | - | is not a valid run; use run=mlflow:RUN_ID
 EVALUATE run=outputs/gpt2/best/model.safetensors | - | this is a file; give a run folder, such as outputs/gpt2
 EVALUATE run=outputs/chars/best/model.safetensors | - | this is a file; give a run folder, such as outputs/chars
@@ -26,7 +31,7 @@ EVALUATE GPT2 | preciison=bf16 | preciison is not an option
 EVALUATE GPT2 | data=digits | recipe=gpt2 cannot read data=digits
 EVALUATE GPT2 | split=test | (data.test=… names one)
 EVALUATE GPT2 | micro_batch_size=4,8 | has several values; only those of precision=
-EVALUATE GPT2 | precision=fp32,bf16 | 8 samples cannot fill the 20 batches of an interval
+EVALUATE GPT2 | precision=fp32,bf16 | 8 samples cannot fill the 20 batches of an interval; set eval_samples=20
 EVALUATE GPT2 data=text data.path=other.txt | data.tokenizer=chars | data.tokenizer has no effect
 EVALUATE GPT2 | output=text.txt/here | cannot be written
 EVALUATE run=outputs/chars | data=text data.path=greek.txt | characters of the training text: 'γλοςό' (5 in all)
@@ -44,7 +49,7 @@ generate prompt=a PHOTOS | - | is a resnet, which cannot generate text
 predict PHOTOS | path=outputs/gpt2 | no images in this folder (looked for .jpg
 predict PHOTOS | path=phone | passed over: 1 .heic)
 predict PHOTOS | path=cut | path=cut: no photo can be read; give images such as .jpg or .png files
-predict PHOTOS path=photos | output=photos/x/y.csv | output=photos/x/y.csv cannot be written
+predict PHOTOS path=photos | output=text.txt/y.csv | output=text.txt/y.csv cannot be written
 predict path=photos run=outputs/bert | - | is a bert, which does not classify images; give a run of recipe
 """
 SCRIPTS = {name: script(f"inference.{name}:{name}") for name in ("evaluate", "generate", "predict")}
@@ -54,9 +59,14 @@ SCRIPTS = {name: script(f"inference.{name}:{name}") for name in ("evaluate", "ge
 def files(here: Path) -> None:
     """Runs that have not ended, a model of another program, and photos that cannot be read."""
     Path("greek.txt").write_text("λόγος\n" * 400)
-    for name in ("foreign", "empty", "unsaved", "phone"):
+    for name in ("foreign", "resnet", "empty", "unsaved", "phone"):
         Path(name).mkdir(exist_ok=True)
     Path("foreign/config.json").write_text('{"model_type": "mamba"}')
+    Path("resnet/config.json").write_text('{"model_type": "resnet", "architectures": ["ResNetForImageClassification"]}')
+    known = json.loads(Path("outputs/gpt2/best/config.json").read_text())
+    shutil.copytree("outputs/gpt2/best", "bare", ignore=shutil.ignore_patterns("tokenizer*"), dirs_exist_ok=True)
+    shutil.copytree("outputs/gpt2/best", "small", dirs_exist_ok=True)
+    Path("small/config.json").write_text(json.dumps(known | {"vocab_size": 90}))
     for name, config in (("empty", {}), ("unsaved", {"checkpoint.enabled": False})):
         of = json.loads(Path("outputs/gpt2/config.json").read_text())
         Path(name, "config.json").write_text(json.dumps(of | config))

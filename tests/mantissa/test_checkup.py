@@ -67,6 +67,9 @@ def test_a_tokenizer_beside_the_model_reads_the_text(tmp_path: Path, capsys: pyt
     assert f"2 passes over 2 x 16: {text}" in capsys.readouterr().out
     assert main(["checkup", str(tmp_path), "--passes", "100", "--text", str(text)]) == 2
     assert "set smaller --length, --batch or --passes" in capsys.readouterr().err
+    text.write_text("a short text")  # which is not taken for the lack of a tokenizer
+    assert main(["checkup", str(tmp_path), *SHAPE, "--text", str(text)]) == 2
+    assert "set smaller --length, --batch or --passes" in capsys.readouterr().err
 
 
 def test_a_model_is_loaded_for_the_task_of_its_architecture(tmp_path: Path) -> None:
@@ -116,6 +119,7 @@ def test_why_a_folder_cannot_be_loaded_is_said(
         (["path/to/model"], "path/to/model: there is no such folder"),
         (["nobody/nothing"], "nobody/nothing cannot be loaded: We couldn't connect"),
         (["{empty}"], ": there is no config.json in this folder; give one"),
+        (["{run}"], "run cannot be loaded: it is the folder of a run; give {run}/best"),
         (["{speech}"], "a model of type wav2vec2 is no language model"),
         (["{empty}", "--precision", "fp16,quarter"], "--precision quarter is unknown; use some of fp32,"),
         (["{empty}", "--length", "1"], "--length must be 2 or more"),
@@ -132,6 +136,9 @@ def test_a_mistake_is_a_sentence(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     folders = {"empty": tmp_path / "empty", "speech": tmp_path / "speech"}
     folders["empty"].mkdir()
+    folders["run"] = tmp_path / "run"
+    hf.GPT2Config().save_pretrained(folders["run"] / "best")
+    (folders["run"] / "config.json").write_text('{"recipe": "gpt2"}')
     folders["file"] = tmp_path / "model.gguf"
     folders["file"].touch()
     (tmp_path / "tests").mkdir()
@@ -139,7 +146,7 @@ def test_a_mistake_is_a_sentence(
     hf.Wav2Vec2Config().save_pretrained(folders["speech"])
     assert main(["checkup", *(argument.format(**folders) for argument in arguments)]) == 2
     said = capsys.readouterr().err
-    assert message in said
+    assert message.format(**folders) in said
     assert said.count("\n") == 1
 
 

@@ -162,6 +162,19 @@ def test_the_text_of_unknown_words_is_text_and_nothing_is_cut_off_or_padded(tmp_
     assert size == len("known strange   other")
 
 
+def test_a_tokenizer_that_does_not_know_the_text_is_said(
+    tmp_path: Path, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "known": 1}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]").save_pretrained(tmp_path / "tokenizer")
+    file.write_text("known strange known known\n" * 40)
+    for _ in range(2):  # when it is made, and from the cache
+        caplog.clear()
+        TextFiles(path=str(file), tokenizer=str(tmp_path / "tokenizer")).tokens(None)
+        assert "25 % of the tokens are of text that the tokenizer does not know" in caplog.text
+
+
 def test_gpt2s_tokenizer_from_a_folder(shared_data: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

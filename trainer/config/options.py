@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_type_hint
 from omegaconf import OmegaConf
 from omegaconf.errors import ValidationError
 
-from mantissa.errors import UsageError
+from mantissa.errors import UsageError, refusal
 from trainer.config.text import listed, make_printable, say, unquoted, values_of
 from trainer.errors import RunError, UserError, most_like, redacted
 from trainer.parallel.world import UNSET, check_launch, launched_processes
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Options = TypeVar("Options", bound="DataclassInstance")
 ONE_PROCESS = {"parallel": "each run has one process"}
-"""For ``Overriding.fixed``; torchrun is refused, too."""
+"""For ``Overriding.fixed``."""
 
 
 @dataclasses.dataclass
@@ -50,6 +50,8 @@ def run(
 ) -> int:
     """Run a script and return its exit code: that of ``main`` or of an error, or 130 for Ctrl-C and SIGTERM.
 
+    Under torchrun every process would do the same, and write the same files: that is an error.
+
     Args:
         main: takes the arguments; or, where its imports take seconds, its name as ``module:function``, so that
             ``--help`` and Ctrl-C are answered at once.
@@ -68,11 +70,16 @@ def run(
         return 2
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        check_launch()
+        if launched_processes():
+            raise UserError(f"only train.py takes several processes; leave out torchrun, or, {UNSET}")
         if isinstance(main, str) and "torch" not in sys.modules:
             say("loading torch and the recipes …")
         function = pkgutil.resolve_name(main) if isinstance(main, str) else main
         return function(given)
-    except (RunError, UsageError) as error:
+    except (RunError, UsageError, OSError) as error:
+        if isinstance(error, OSError) and not refusal(error):
+            raise
         return report(error)
     except KeyboardInterrupt:
         say("\ninterrupted" + "; run the same command again to continue" * continues)
@@ -81,9 +88,9 @@ def run(
         signal.signal(signal.SIGTERM, before)
 
 
-def report(error: RunError | UsageError) -> int:
+def report(error: RunError | UsageError | OSError) -> int:
     """Print an error in one sentence, and return its exit code."""
-    say(redacted(f"error: {error}"))
+    say(redacted(f"error: {refusal(error) or error}"))
     return getattr(error, "exit_code", 2)
 
 
@@ -140,10 +147,6 @@ def parse(
             raise UserError(f"{argument}: {name} is not an option ({', '.join(names)})", *remedies, mistake=argument)
         else:
             raise UserError(f"{argument!r} is not an option; write key=value")
-    if "parallel" in getattr(options, "fixed", ()):
-        check_launch()
-        if launched_processes():
-            raise UserError(f"each run has one process; leave out torchrun, or, {UNSET}")
     if others == "overrides":
         check_keys(rest, options)
     return options(**values | given), rest

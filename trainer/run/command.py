@@ -15,6 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from mantissa.errors import refusal
 from trainer.config import help
 from trainer.config.command_line import read
 from trainer.config.compose import with_accepted, with_all_values
@@ -43,8 +44,8 @@ def main() -> int:
         check_launch()
         # Read the command line, and let Hydra compose each of its runs, which ``_train_one`` trains.
         codes = _sweep(Sweep(read(typed)))
-    except UserError as error:
-        return _report(with_accepted(error, typed))
+    except (UserError, OSError) as error:
+        return _report(with_accepted(error, typed) if isinstance(error, UserError) else error)
     # Leave the other processes.
     if _in_a_group() and not any(codes):  # after a failure the other ranks may have exited
         sys.modules["torch.distributed"].destroy_process_group()
@@ -121,6 +122,8 @@ def _report(error: Exception | KeyboardInterrupt, of_sweep: str = "") -> int:
     clear_line()
     if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted):
         error = Interrupted(OUTSIDE, signal.SIGINT)
+    if why := refusal(error):
+        error = UserError(why)
     if not isinstance(error, RunError | Interrupted):
         return _report_bug(error)
     prefix = "" if isinstance(error, Interrupted) else "error: "

@@ -29,6 +29,8 @@ class Pretrained(Tokenizer):
         super().__init__(backend, f"tokenizer {label} of {size}", [] if end is None else [end], **roles)
         self.vocab_size, self._tokenizer = size, tokenizer
         self.special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        if tokenizer.unk_token_id != end:  # GPT-2's, which knows all bytes, is its end of a text
+            self.unknown = tokenizer.unk_token_id
 
     @classmethod
     def open(cls, name: str, key: str) -> Pretrained:
@@ -44,8 +46,8 @@ class Pretrained(Tokenizer):
             wanted = f'copy the model\'s own into it (AutoTokenizer.from_pretrained(…).save_pretrained("{name}"))'
         with opening(name, key, "has no tokenizer that opens", wanted) as place:
             tokenizer = AutoTokenizer.from_pretrained(**place)
-            # Transformers makes up an empty one where there is only a model's config.
-            if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+            # Transformers makes up an empty one for a config alone; of T5, it has the sign of a space.
+            if set(tokenizer.get_vocab()) <= {"▁", *tokenizer.all_special_tokens}:
                 raise ValueError("it has special tokens only")
             if not hasattr(tokenizer, "backend_tokenizer"):
                 raise ValueError("it is none of the tokenizers library")

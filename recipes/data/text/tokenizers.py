@@ -34,6 +34,8 @@ class Tokenizer:
 
     special: Mapping[int, str] = {}
     """Special tokens by id, as they are written: where a text has one, it becomes the id, which is no text."""
+    unknown: int | None = None
+    """The id that stands for what it cannot encode; None: it can encode all, or such text is an error."""
 
     def __init__(self, backend: Any, label: str, separator: Sequence[int] = (), **roles: str) -> None:
         self._backend, self.label, self.separator, self._roles = backend, label, list(separator), roles

@@ -22,7 +22,7 @@ from trainer.files import flush, locked, read_json, write_json
 from trainer.recipe import DataSource
 from trainer.terminal import work
 
-FORMAT = 7
+FORMAT = 8
 """Part of every cache key: raise it when the same text would become other tokens, or meta.json holds more."""
 
 _PIECE = 2**16
@@ -156,6 +156,9 @@ def open_or_build(
         if copies:
             message = "%d of the %s documents are training documents, too; results look too good"
             log.warning(message, copies, "validation" if part == "valid" else part)
+    if percent := round(100 * meta["unknown"]):
+        message = "%d %% of the tokens are of text that the tokenizer does not know; no loss or bits_per_byte is "
+        log.warning(message + "comparable with another tokenizer's", percent)
     ids: dict[str, np.ndarray] = {
         part: np.memmap(folder / f"{part}.bin", dtype=meta["dtype"], mode="r") for part in splits
     }
@@ -175,6 +178,7 @@ def _build(folder: Path, splits: Mapping[str, Text], tokenizer: Tokenizer | None
             tokenizer.save(partial)
         dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
         text_bytes = dict.fromkeys(splits, 0)
+        unknown = tokens = 0
         begun = {part: array("q") for part in splits}  # hashes of how the documents begin
         for part, documents in splits.items():
             tokenizing = work(f"tokenizing the {part} text", documents.megabytes, "MB")
@@ -183,12 +187,15 @@ def _build(folder: Path, splits: Mapping[str, Text], tokenizer: Tokenizer | None
                     ids.astype(dtype).tofile(file)
                     begun[part].extend(hashes)
                     text_bytes[part] += size
+                    unknown += 0 if tokenizer.unknown is None else int((ids == tokenizer.unknown).sum())
+                    tokens += len(ids)
                     advance(text_bytes[part] / 1e6)
                 if not file.tell():
                     other = "data.test" if part == "test" else "data.valid_fraction"
                     raise UserError(f"no text is left for the {part} part; use a longer text or another {other}")
         copies = {part: int(np.isin(begun[part], begun["train"]).sum()) for part in splits if part != "train"}
-        write_json(partial / "meta.json", {"dtype": dtype.name, "text_bytes": text_bytes, "copies": copies})
+        meta = {"dtype": dtype.name, "text_bytes": text_bytes, "copies": copies, "unknown": unknown / tokens}
+        write_json(partial / "meta.json", meta)
         for path in partial.iterdir():
             flush(path)
         partial.rename(folder)

@@ -71,6 +71,11 @@ def test_mistakes_are_one_sentence(argument: str, message: str) -> None:
     [
         (UserError("x=1 is wrong"), 2, "error: x=1 is wrong\n"),
         (RunError("it failed"), 1, "error: it failed\n"),
+        (
+            PermissionError(13, "Permission denied", "a/b"),
+            2,
+            "error: a/b: Permission denied; correct that, or give another path\n",
+        ),
         (KeyboardInterrupt(), 130, "\ninterrupted\n"),
     ],
 )
@@ -84,6 +89,17 @@ def test_an_error_is_a_line_and_an_exit_code(
     assert run(main, "help", ["x=1"]) == code
     assert capsys.readouterr() == ("", message)
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_only_train_py_takes_several_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert run(lambda arguments: 0, "help", ["x=1"]) == 2
+    assert "leave out torchrun" in capsys.readouterr().err
 
 
 def test_sigterm_ends_a_script_as_ctrl_c_does(capsys: pytest.CaptureFixture[str]) -> None:
