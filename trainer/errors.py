@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import SequenceMatcher
 from pathlib import Path
 
 from mantissa.errors import is_out_of_memory as is_out_of_memory
@@ -161,12 +161,23 @@ def first_line(error: BaseException) -> str:
 
 
 def most_like(typed: str, valid: Iterable[str]) -> str:
-    """Return the name that is most like what was typed; empty: none is similar."""
-    lowered = {name.lower(): name for name in reversed(list(valid))}
-    near = difflib.get_close_matches(typed.lower(), list(lowered), n=1, cutoff=0.55)
-    if not near:
-        near = [name for name in lowered if sorted(name) == sorted(typed.lower())][:1]  # letters in another order
-    return lowered[near[0]] if near else ""
+    """Return the name of which one sign was mistyped, or the order; empty: there is none.
+
+    Another digit is another thing: nobody who types fp12 means fp16.
+    """
+    names = list(valid)
+    return next((name for is_near in (_same_letters, _one_differs) for name in names if is_near(typed, name)), "")
+
+
+def _same_letters(typed: str, name: str) -> bool:
+    return sorted(typed.lower()) == sorted(name.lower())
+
+
+def _one_differs(typed: str, name: str) -> bool:
+    changes = SequenceMatcher(None, typed.lower(), name.lower()).get_opcodes()
+    changes = [change for change in changes if change[0] != "equal"]
+    (_, start, end, first, last), *others = changes
+    return not others and max(end - start, last - first) == 1 and not typed[start:end].isdigit()
 
 
 def nearest(typed: str, valid: Iterable[str], prefix: str = "") -> str:

@@ -135,6 +135,7 @@ def parse_memory_budget(text: str, hardware: Hardware) -> int:
     amount = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT]i?B)", text, re.IGNORECASE)
     if not amount or not float(amount[1]):
         remedy = f"{text}GiB" if text.isdecimal() and 0 < int(text) * 2**30 <= there else "device"
+        remedy = f"{text}iB" if re.fullmatch(r"[1-9]\d*[MGT]", text) else remedy
         raise UserError(f"memory_budget={text} is not a size, such as 8GiB", f"memory_budget={remedy}")
     wanted = int(float(amount[1]) * _UNITS[amount[2].upper()])
     if wanted > there:

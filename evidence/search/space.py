@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from hydra.errors import HydraException
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from trainer.config.compose import check_single, compose, key_of
+from trainer.config.explain import types_of
 from trainer.config.options import ONE_PROCESS, Overriding
 from trainer.config.schema import Config
 from trainer.config.settle import plan_of
@@ -90,7 +92,10 @@ def check_space(space: Space, overrides: list[str]) -> Config:
     }
     first = {key: values[0] for key, values in ends.items()}
     others = [first | {key: value} for key, values in ends.items() for value in values[1:]]
-    configs = [compose([*overrides, *overrides_of(params)]) for params in (first, *others)]
+    try:
+        configs = [compose([*overrides, *overrides_of(params)]) for params in (first, *others)]
+    except UserError as error:  # whose remedy may set what is searched
+        raise UserError(error.problem) from error
     for config in configs:
         plan_of(config, detect(config.device))
     return configs[0]
@@ -105,6 +110,9 @@ def _dimension(argument: str) -> tuple[str, BaseDistribution]:
         why = first_line(error).rpartition("': ")[2].rstrip(".")  # after "… while evaluating 'log(1,2)': "
         forms = "interval(low,high), int(interval(low,high)), range(low,high,step) or choice(a,b)"
         raise UserError(f"{argument} is not a search space ({why}); write {_EXAMPLE}, or {forms}") from None
+    if isinstance(distribution, FloatDistribution) and "int" in " ".join(types_of(override.key_or_group)):
+        key, _, text = argument.partition("=")
+        raise UserError(f"{argument}: it is a whole number", shlex.quote(f"{key}=int({text})"), mistake=argument)
     if override.key_or_group.partition(".")[0] in _NOT_SEARCHED:
         key = override.key_or_group
         raise UserError(f"{argument}: {key} is not an option of the training; search another one, such as {_EXAMPLE}")

@@ -52,18 +52,21 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "python -m mantissa compare", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.allow_abbrev = False  # --seed is of a command that is not in quotes
     parser.add_argument("commands", nargs="+", help=f'shell commands, such as "python train.py --seed {SEED}"')
     parser.add_argument(
         "--metric", required=True, help="text before the number, such as 'val loss'; the last one counts"
     )
     parser.add_argument("--step", help="text before the step, such as 'step': adds how many each takes to be as good")
-    parser.add_argument("--seeds", type=int, default=4, help="how many (default: 4)")
+    parser.add_argument("--seeds", type=int, metavar="COUNT", default=4, help="how many (default: 4)")
     parser.add_argument("--margin", type=float, default=0.003, help="a difference too small to matter (default: 0.003)")
     parser.add_argument("--higher-is-better", action="store_true", help="the metric is one such as accuracy")
     parser.add_argument("--timeout", type=float, help="seconds after which a run is ended, and has failed")
     parser.add_argument("--report", type=Path, default=Path("mantissa-compare"), help="folder of runs and report")
     parser.add_argument("--continue", dest="continues", action="store_true", help="reuse the runs that are kept there")
-    options = parser.parse_args(arguments)
+    options, others = parser.parse_known_args(arguments)
+    if others:
+        raise UsageError(f"{shlex.join(others)} is no option of this command; put each command to run in quotes")
     arms = _arms(options.commands)
     for option in ("metric", "step"):
         if getattr(options, option) is not None and not getattr(options, option).strip():
@@ -254,7 +257,7 @@ def last_number(before: str, printed: str) -> float | None:
         return None
     last = (of_first or numbers)[-1]
     if _RUNS_ON.match(printed, last.end()):
-        shown = printed[last.start() : last.end() + 5].partition("\n")[0]
+        shown = printed[last.start() : last.end()] + printed[last.end() :].split()[0]
         raise UsageError(f"{shown!r} can be read in two ways; print digits and a decimal point, and a space after them")
     try:
         return float(last[1])

@@ -42,7 +42,10 @@ def report(comparison: Comparison, command: str) -> Report:
         Section("Arms", items=arms, folded=True),
         Section("How it was measured", method, folded=True),
     ]
-    answer, origin = [*_sentences(comparison), *about_looks(comparison.looks)], f"Machine: {platform.platform()}."
+    way, turn = ("Higher", "says so") if comparison.higher_is_better else ("Lower", "turns it round")
+    better = f"{way} {comparison.metric.rstrip(' :=')} counts as better; higher-is-better {turn}."
+    answer = [*_sentences(comparison), better, *about_looks(comparison.looks)]
+    origin = f"Machine: {platform.platform()}."
     return Report("Comparison", " / ".join(comparison.arms), answer, command, origin, sections)
 
 

@@ -184,7 +184,8 @@ class Hub(TokenizedText, ImageSource):
     def _image_column(self, dataset: Any) -> str:
         from datasets import Image
 
-        return self._column(dataset, "image_column", lambda feature: isinstance(feature, Image))
+        # Or their bytes, as pandas writes them.
+        return self._column(dataset, "image_column", lambda each: isinstance(each, Image) or "binary" in str(each))
 
     def _images(self, dataset: Any, labels: np.ndarray, rows: np.ndarray | None = None) -> HubImages:
         from datasets import Image
@@ -293,6 +294,8 @@ class Hub(TokenizedText, ImageSource):
         is_nested = is_one_row and not all(isinstance(dtype, str) for dtype in types.values())
         if choice is None and len(fitting) == 1 and (not (lists or is_nested) or fitting == ["text"]):
             return fitting[0]
+        if choice is None and kind == "label" and not fitting and _may_be_class(features.get("label")):
+            return "label"
         are = "column is" if len(fitting) == 1 else "columns are"
         wrong = f"{len(fitting) or 'no'} {are}" if choice is None else f"{choice} is not a column"
         columns = shortened([f"{name} ({str(dtype)[:60]})" for name, dtype in types.items()], 20)

@@ -25,6 +25,8 @@ from trainer.config.explain import OTHER_NAMES, known_options
         ("recipe=gpt2 precision=fp8", "clip=norm: Gradient clipping.\n  none  ", "clip.max_value"),
         ("optimizer=muon", "optimizer.lr: float = 0.001\n    Peak", "seed:"),
         ("optimizer=sgd lr steps", "optimizer.lr: float = 0.1\n    Peak", "optimizer.name"),
+        ("experiment", "\n  amp_mlp  ", "seed:"),
+        ("experiment=amp_mlp", "steps: int | auto = 150\n", "clip.max_value"),
         ("ema=default ema.decay", "ema.decay: float = 0.999\n    Decay per step", "ema.warmup"),
         ("optimzer", "optimzer is not a key of the config; did you mean 'optimizer'?", "lr"),
         ("=optimizer.lr", "optimizer.lr: float = 0.001\n    Peak", "weight_decay"),

@@ -34,7 +34,7 @@ TRAIN = r"""
 - | presicion=bf16 | presicion is not a key
 - | recipe.sise=mini | ; set recipe.size=mini
 - | recipe=gpt2 recipe.n_layer=2 | recipe.n_layer is not a key of the config; recipe has size,
-- | recipe=resnet50 | there is no recipe/resnet50 … ; set recipe=resnet
+- | recipe=resnet50 | there is no recipe/resnet50
 - | device=tpu | device=tpu is not a device (cpu, cuda
 - | metrics=[f1_marco] | metrics=[f1_marco] is not one of accuracy,
 - | +typo=1 | typo is not a key of the config … --cfg job
@@ -89,7 +89,7 @@ recipe=bignet | --resume_from_checkpoint x | resume continues a run
 recipe=bignet | --do_train | every run trains
 recipe=bignet | --model_name_or_path gpt2 | recipe chooses the model
 recipe=bignet | --dataset_name x | data chooses it
-recipe=bignet | --optim adamw_torch | ; set optimizer=adamw
+recipe=bignet | --optim adamw1 | here it is optimizer
 recipe=bignet | --weight_decay 0.1 | ; set optimizer.weight_decay=0.1
 recipe=bignet | --weight_decay off | here it is optimizer.weight_decay
 recipe=bignet | --logging_steps 5 | ; set log_every=5
@@ -124,6 +124,10 @@ recipe=gpt2 | freeze=wte | ; set 'freeze=[wte]'
 recipe=bignet | optimizer.betas=0.9,0.95 | ; set 'optimizer.options.betas=[0.9,0.95]'
 recipe=bignet | optimizer.options.betas=0.9,0.95 | ; set 'optimizer.options.betas=[0.9,0.95]'
 -m recipe=bignet | seeds=0,1 | ; set seed=0,1
+-m recipe=bignet | precision=fp32,fp64 | -
+-m recipe=bignet steps=1 | batch_size=4,-4 | batch_size=-4 must be at least 1
+-m recipe=bignet | optimizer.lr=1e-3,abc | -
+recipe=bignet | --experiment amp_mlp | ; set experiment=amp_mlp
 -m recipe=bignet | lr=1e-3,1e-2 | ; set optimizer.lr=1e-3,1e-2
 -m recipe=bignet | precisions=fp32,bf16 | ; set precision=fp32,bf16
 - | -m seed=0,1 precision=fp32,bf61 | ; set precision=fp32,bf16
@@ -157,7 +161,7 @@ recipe=bignet precision=bf16 | scaler=dynamic | -
 recipe=bignet | precision=bf16_pure 'precision.fp32_modules=["*"]' | -
 recipe=resnet | precision=mxfp8 | -
 recipe=bignet | epochs=2 steps=10 | -
-experiment=resnet18_fake | recipe=bignet | experiment=resnet18_fake: recipe.arch is … belongs to recipe=resnet
+experiment=resnet18_fake | recipe=bignet | experiment=resnet18_fake: recipe.arch is … of recipe=resnet alone
 recipe=bignet steps=10 | schedule.warmup_steps=20 | -
 recipe=bignet steps=10 | profiler=torch profiler.wait=20 | needs 25 steps … steps=25
 recipe=bignet | checkpoint.best=los | -

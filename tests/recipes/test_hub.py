@@ -376,6 +376,18 @@ def test_columns_of_images_and_labels_that_do_not_fit_are_named(stories: Path, p
     assert refused.value.remedies == ("data.label_column=animal",)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_column_of_encoded_images_is_one_of_images(nested: bool, parquet: Path) -> None:
+    """Without the metadata of ``datasets``, as pandas writes it."""
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(parquet).replace_schema_metadata(None)
+    if not nested:
+        table = table.set_column(0, "picture", table["picture"].combine_chunks().field("bytes"))
+    pq.write_table(table, parquet)
+    assert Hub(name=str(parquet), label_column="animal").images(8).train.image(0).size == (28, 28)
+
+
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
@@ -407,7 +419,7 @@ def test_a_table_of_files_and_labels_is_said_to_go_into_the_folder_of_the_images
         ImageFolder(path="labels.csv")
     assert refused.value.remedies == ()
     Path("labels.csv").rename("photos/metadata.csv")
-    assert Hub(name="photos", label_column="label").images(8).classes == ["a", "b"]
+    assert Hub(name="photos").images(8).classes == ["a", "b"]
 
 
 def test_shards_of_webdataset_are_opened(tmp_path: Path) -> None:

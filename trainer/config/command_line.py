@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import shlex
 from collections.abc import Collection, Sequence
@@ -203,9 +202,9 @@ def _check_names(override: Override) -> None:
         head, dot, _ = key.partition(".")
         if dot and head in OTHER_GROUPS and head not in groups:
             raise meant(key, typed.partition("=")[2], f"{key} is not a key of the config", shlex.quote(typed))
-        near = [] if head in OTHER_NAMES else difflib.get_close_matches(head, groups, n=1, cutoff=0.75)
+        near = "" if head in OTHER_NAMES else most_like(head, groups)
         if near and head not in groups:
-            remedy = shlex.quote(typed.replace(head, near[0], 1))
+            remedy = shlex.quote(typed.replace(head, near, 1))
             raise UserError(
                 f"{head} is not a key of the config (--cfg job shows all)", remedy, mistake=shlex.quote(typed)
             )

@@ -196,18 +196,29 @@ def refusal(
 ) -> UserError | None:
     """Return why a command line of train.py cannot be read or, once torch is imported, composed; None: it can.
 
-    Of a sweep, its first run. See ``compose`` for the other arguments.
+    See ``compose`` for the other arguments.
     """
     line = None
     try:
         line = read(arguments)
         if "torch" in sys.modules:
-            given = [str(override.input_line) for override in line.overrides]
-            first = next(iter(combinations(given).values())) if line.is_multirun else given
-            _compose(first, recorded, recipe)
+            check_values(line, recorded, recipe)
     except UserError as error:
         return with_all_values(error, line) if line is not None else error
     return None
+
+
+def check_values(line: CommandLine, recorded: Mapping[str, Any] | None = None, recipe: Recipe | None = None) -> None:
+    """Compose the run of a command line; of a sweep its first one, and those that differ from it in one key.
+
+    Raises:
+        UserError: one of them cannot be composed.
+    """
+    given = [str(override.input_line) for override in line.overrides]
+    runs = list(combinations(given).values()) if line.is_multirun else [given]
+    for run in runs:
+        if sum(value != first for value, first in zip(run, runs[0], strict=True)) < 2:
+            _compose(run, recorded, recipe)
 
 
 def with_accepted(
@@ -251,13 +262,15 @@ def mended(line: list[str], kept: str, refused: Callable[[Sequence[str]], UserEr
 def with_all_values(error: UserError, line: CommandLine) -> UserError:
     """Return an error about the first run of a sweep as one about all of its values; any other as it is.
 
-    Remedies that do not end with the value are left out: no other run would have its own.
+    Remedies that do not end with the value are left out: no other run would have its own. So are those of the same key,
+    whose value is what is wrong.
     """
     for override in line.overrides:
         typed, (key, _, value) = str(override.input_line), error.mistake.partition("=")
         if override.is_sweep_override() and key == key_of(typed) and error.mistake != typed:
             values = typed.partition("=")[2]
             kept = [each.removesuffix(value) for each in error.remedies if value and each.endswith(f"={value}")]
+            kept = [each for each in kept if each.removeprefix("-m ") != f"{key}="]
             return UserError(
                 error.problem, *(f"{each}{shlex.quote(values)}" for each in kept), mistake=shlex.quote(typed)
             )

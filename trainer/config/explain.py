@@ -142,7 +142,7 @@ def meant(key: str, value: str, problem: str, typed: str) -> UserError:
         problem += ": init_from names the weights to start from"
         ours += "=DEFAULT" if value.lower() in ("", "true", "1", "auto") else ""
     if ours == name and name not in known:
-        ours = most_like(name, [each for each in known if "." not in each])
+        ours = intended_key(most_like(name, [*(each for each in known if "." not in each), *OTHER_NAMES]))
         if not ours:
             return UserError(f"{problem}; --cfg job shows all of them")
     key = ours.partition("=")[0]
@@ -252,7 +252,7 @@ def intended_key(key: str) -> str:
     where that means one.
     """
     known = known_options()
-    if key in known:
+    if key in known or config.choices(key):
         return key
     head, dot, rest = key.partition(".")
     if dot and head in OTHER_NAMES and f"{OTHER_NAMES[head]}.{rest}" in known:

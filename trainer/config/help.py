@@ -56,13 +56,14 @@ def page(arguments: Sequence[str]) -> str:
     if not words and by_key(overrides).keys() <= {"recipe_path"}:
         read(overrides)
         return "\n".join([USAGE, *(_group(name, width) for name in _groups())])
-    found, known, typed = keys(composed(overrides)), known_options(), by_key(overrides)
+    known, typed = known_options(), by_key(overrides)
+    found = [Key("experiment", "", "", typed.get("experiment", "")), *keys(composed(overrides))]
     for word in words:
         if not any(_is_below(key, word) for key in found):
             if owners := ", ".join(f"{word.partition('.')[0]}={choice}" for choice in sorted(known.get(word, {}))):
                 raise UserError(f"{word} belongs to {owners}; add one of them")
             raise UserError(f"{word} is not a key of the config{nearest(word, known)}; --help lists the groups")
-    asked = words or ([] if "recipe" in typed else [name for name in typed if name in _groups()])
+    asked = words or ([] if {"recipe", "experiment"} & typed.keys() else [name for name in typed if name in _groups()])
     parts = []
     for key in found:
         if not asked or any(_is_below(key, word) for word in asked):

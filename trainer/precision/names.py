@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 
-from trainer.errors import UserError
+from trainer.errors import UserError, most_like
 
 
 def matching(option: str, pattern: str, names: Collection[str], kind: str) -> set[str]:
@@ -22,13 +21,13 @@ def matching(option: str, pattern: str, names: Collection[str], kind: str) -> se
         kind: what they name, for the message.
 
     Raises:
-        UserError: there is none; the message has similar names.
+        UserError: there is none; the message has a similar name.
     """
     whole = {name for name in names if fnmatchcase(name, pattern)}
     found = whole or {name for name in names if fnmatchcase(name, f"*.{pattern}")}
     if not found:
         last = [name.rpartition(".")[2] for name in names]
-        near = difflib.get_close_matches(pattern, dict.fromkeys([*names, *last]), n=3)
-        hint = f"similar: {', '.join(near)}" if near else f"examples of names: {', '.join([*names][:4])}"
+        near = most_like(pattern, [*names, *last])
+        hint = f"similar: {near}" if near else f"examples of names: {', '.join([*names][:4])}"
         raise UserError(f"{option}: {pattern!r} matches no {kind}; {hint}")
     return found

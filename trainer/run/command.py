@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from mantissa.errors import refusal
 from trainer.config import help
 from trainer.config.command_line import read
-from trainer.config.compose import with_accepted, with_all_values
+from trainer.config.compose import check_values, with_accepted, with_all_values
 from trainer.config.explain import explained
 from trainer.config.text import say
 from trainer.errors import Interrupted, RunError, UserError, first_line, redacted
@@ -72,6 +72,8 @@ def _sweep(sweep: Sweep) -> list[int]:
     failed = []
     try:
         with explained():
+            if sweep.keys:  # no run is to end before another is found to be a mistake
+                check_values(sweep.line)
             sweep.run(_train_one)
     except UserError as error:
         raise with_all_values(error, sweep.line) from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
@@ -60,9 +62,17 @@ def test_what_is_no_space_is_answered_with_one_that_is(text: str) -> None:
     assert parse_space([example])[0] == {"optimizer.lr": FloatDistribution(1e-4, 1e-2, log=True)}
 
 
+def test_a_whole_number_is_searched_among_whole_numbers() -> None:
+    with pytest.raises(UserError) as refused:
+        parse_space(["space.batch_size=tag(log,interval(4,16))"])
+    space, _ = parse_space(shlex.split(refused.value.remedies[0]))
+    assert space == {"batch_size": IntDistribution(4, 16, log=True)}
+
+
 def test_every_choice_and_both_ends_are_composed() -> None:
-    space, others = parse_space([*BIGNET, "space.recipe.layers=range(1,3)", "space.precision=choice(bf16,fp32,fp33)"])
-    with pytest.raises(UserError, match=r"precision=fp33 is not a choice"):
+    space, others = parse_space([*BIGNET, "space.recipe.layers=range(1,3)", "space.precision=choice(bf16,fp32,pf32)"])
+    with pytest.raises(UserError, match=r"precision=pf32 is not a choice") as refused:
         check_space(space, others)
+    assert not refused.value.remedies  # precision=fp32 would set what is searched
     del space["precision"]
     assert check_space(space, others).recipe == compose(*BIGNET, "recipe.layers=1").recipe

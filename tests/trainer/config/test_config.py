@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
+from recipes.data.images.arrays import Digits
 from tests.helpers import CONF, CPU, GPU, SHIPPED, NoData, SmallConvNet, compose
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.config.settle import plan_of
+from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.recipe import Recipe
@@ -32,6 +35,16 @@ def test_a_recipe_that_lacks_a_method_is_told_which() -> None:
 
     with pytest.raises(UserError, match=r"Half .* has no count_targets; write it, as recipes/bignet.py does"):
         Config(Half(), NoData())
+
+
+def test_data_is_refused_by_a_recipe_that_has_no_use_for_it() -> None:
+    class Reads(SmallConvNet):
+        def datasets(self, data: Any, seed: int) -> Datasets:
+            return super().datasets(data, seed)
+
+    Config(Reads(), Digits(), overrides=("data=digits",))
+    with pytest.raises(UserError, match=r"cannot read data=digits; leave data=digits data.labels=3 out"):
+        Config(SmallConvNet(), Digits(), overrides=("steps=2", "data=digits", "data.labels=3"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
