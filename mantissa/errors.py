@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import re
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any
 
 # Messages of torch's CPU allocator, C++, oneDNN, cuBLAS, cuDNN, NCCL, Triton and MPS. (CUDA's has a type.)
 _NO_MEMORY = re.compile(
@@ -33,6 +37,40 @@ def check_type(name: str, value: object, fits: bool, what: str) -> None:
     """Refuse, by a ``UsageError``, an argument of a type that does not fit; ``what``: what it must be."""
     if not fits:
         raise UsageError(f"{name} must be {what}, and is of type {type(value).__name__}")
+
+
+def check_number(name: str, value: object, such_as: float, above: float = 0, below: float = float("inf")) -> None:
+    """Refuse, by a ``UsageError``, what is no number between two others, or not whole where ``such_as`` is."""
+    whole = isinstance(such_as, int)
+    what = f"a {'whole ' * whole}number, such as {such_as}"
+    check_type(name, value, isinstance(value, Integral if whole else Real), what)
+    if not above < value < below:  # type: ignore[operator]
+        least = f"{above + 1} or more" if whole else f"more than {above}"
+        most = "" if below == float("inf") else f" and less than {below}"
+        raise UsageError(f"{name}={value} must be {least}{most}, such as {such_as}")
+
+
+def names_in(name: str, given: Any) -> list[str]:
+    """Return names as a list, of a single one, too; ``name``: of the argument. Raises UsageError."""
+    names = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]
+    for each in names:
+        check_type(f"each of {name}", each, isinstance(each, str), "a name")
+    return names
+
+
+def most_like(typed: str, valid: Iterable[str]) -> str:
+    """Return the name that is most like what was typed; empty: none is similar."""
+    lowered = {name.lower(): name for name in reversed(list(valid))}
+    near = difflib.get_close_matches(typed.lower(), list(lowered), n=1, cutoff=0.55)
+    if not near:
+        near = [name for name in lowered if sorted(name) == sorted(typed.lower())][:1]  # letters in another order
+    return lowered[near[0]] if near else ""
+
+
+def nearest(typed: str, valid: Iterable[str], prefix: str = "") -> str:
+    """Return ``"; did you mean 'bf16'?"`` or an empty string if none is similar; ``prefix`` is shown, not compared."""
+    near = most_like(typed, valid)
+    return f"; did you mean {prefix + near!r}?" if near else ""
 
 
 def described(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -10,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mantissa.errors import is_out_of_memory as is_out_of_memory
+from mantissa.errors import most_like as most_like
+from mantissa.errors import nearest as nearest
 
 
 class RunError(Exception):
@@ -158,18 +159,3 @@ def first_line(error: BaseException) -> str:
     if found := re.search(r"Max retries exceeded.*?(?:\[Errno -?\d+\] ([\w ]+)|(timed out))", text, re.DOTALL):
         return f"no connection: {found[1] or found[2]}"
     return text.splitlines()[0][:300] if text else type(error).__name__
-
-
-def most_like(typed: str, valid: Iterable[str]) -> str:
-    """Return the name that is most like what was typed; empty: none is similar."""
-    lowered = {name.lower(): name for name in reversed(list(valid))}
-    near = difflib.get_close_matches(typed.lower(), list(lowered), n=1, cutoff=0.55)
-    if not near:
-        near = [name for name in lowered if sorted(name) == sorted(typed.lower())][:1]  # letters in another order
-    return lowered[near[0]] if near else ""
-
-
-def nearest(typed: str, valid: Iterable[str], prefix: str = "") -> str:
-    """Return ``"; did you mean 'bf16'?"`` or an empty string if none is similar; ``prefix`` is shown, not compared."""
-    near = most_like(typed, valid)
-    return f"; did you mean {prefix + near!r}?" if near else ""

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_model
 from torch import Tensor, nn
 
+from mantissa.step.step import leaves
 from mantissa.tensors import random_state, set_random_state
 from trainer.checkpoint.weights import open_file
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
@@ -407,6 +408,12 @@ class UserRecipe(Recipe):
             for index, loss in losses.alone.items() if losses else ():
                 if not math.isfinite(loss) and (why := data.not_finite(index)):
                     raise UserError(f"{data.name}: sample {index} has {why}, so its loss is {loss}")
+        if found and found.no_sums:
+            warnings.warn(
+                f"the metric {found.no_sums[0]} of {len(found.alone)} samples is no sum of that one by one, and is "
+                "divided by the number of targets: return sums in metric_sums, such as the number of correct answers",
+                stacklevel=3,
+            )
         if not self._has_gradient(model, device):
             raise UserError(
                 "the loss has no gradient, so nothing would train: look for .detach(), .item() and torch.no_grad "
@@ -431,11 +438,21 @@ class UserRecipe(Recipe):
         try:
             model = copy.deepcopy(model).train()
             with torch.enable_grad():
-                loss = self.loss(model, {name: tensor.to(device) for name, tensor in samples.items()}).loss_sum
+                batches = ({name: tensor.to(device, copy=True) for name, tensor in samples.items()} for _ in range(2))
+                loss, again = (self.loss(model, batch).loss_sum for batch in batches)
+            # What both have is not made in the loss, nor in the batch.
+            kept = set(leaves(loss)) & set(leaves(again)) - set(model.parameters())
         except Exception:  # such as of a layer that needs more samples; an error of any batch comes again
             return True
         finally:
             set_random_state(generators, device)
+        if kept:
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in kept)
+            warnings.warn(
+                f"the loss gives a gradient to what is no parameter of the model (of shape {shapes:.60}), and nothing "
+                "trains it: make it an nn.Parameter of the model, or call requires_grad_(False)",
+                stacklevel=4,
+            )
         return loss.requires_grad or not any(weight.requires_grad for weight in model.parameters())
 
 
@@ -448,6 +465,8 @@ class Losses(NamedTuple):
     """One by one, by the number of the sample."""
     mean: float
     """Of these, over the targets of all."""
+    no_sums: list[str]
+    """Names of metrics that are other ones in one batch than summed one by one."""
 
     @property
     def total(self) -> float:
@@ -474,7 +493,9 @@ def losses_of_some(recipe: Recipe, model: Any, data: Dataset, device: torch.devi
         parts = [{name: tensor[some] for name, tensor in samples.items()} for some in rows]
         targets, *of_each = map(recipe.count_targets, parts)
         on_device = ({name: tensor.to(device) for name, tensor in part.items()} for part in parts)
-        together, *alone = [recipe.loss(model, part).loss_sum.item() for part in on_device]
+        outputs = [recipe.loss(model, part) for part in on_device]
+        together, *alone = [output.loss_sum.item() for output in outputs]
+        sums = [{name: float(value) for name, value in output.metric_sums.items()} for output in outputs]
         drawn = any(not torch.equal(state, generators[name]) for name, state in random_state(device).items())
     except UserError:
         raise
@@ -487,4 +508,7 @@ def losses_of_some(recipe: Recipe, model: Any, data: Dataset, device: torch.devi
     if not 0 < targets == sum(of_each) or drawn:
         return None
     by_place = dict(zip(places.tolist(), alone, strict=True))
-    return Losses(together, by_place, sum(count * loss for count, loss in zip(of_each, alone, strict=True)) / targets)
+    mean = sum(count * loss for count, loss in zip(of_each, alone, strict=True)) / targets
+    totals = {name: sum(each.get(name, 0.0) for each in sums[1:]) for name in sums[0]}
+    no_sums = [name for name, total in totals.items() if abs(sums[0][name] - total) > 0.5 * abs(total)]
+    return Losses(together, by_place, mean, no_sums)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mantissa.display import dtype_name, listed
 from mantissa.doctor.budget import Budget
+from mantissa.doctor.cause import standardize
 from mantissa.doctor.cures import module_cure
 from mantissa.doctor.finding import INPUT, Examined, Finding
 from mantissa.step.step import Step, batch_key
@@ -29,7 +30,7 @@ def data(step: Step, budget: Budget) -> Examined:
         columns = rounded_data(step, _LOST_DATA, columns=True)
         return Examined(notes=(columns.detail,) if columns else ())
     cures = (module_cure(step, [finding.module]),) if finding.module else ()
-    return Examined(findings=(replace(finding, candidates=cures),))
+    return Examined(findings=(replace(finding, candidates=(*finding.candidates, *cures)),))
 
 
 def rounded_data(step: Step, share: float = _SIGNAL, columns: bool = False) -> Finding | None:
@@ -62,7 +63,10 @@ def rounded_data(step: Step, share: float = _SIGNAL, columns: bool = False) -> F
                 key = batch_key(name)
                 part = f"{lost.max().clamp(max=1):.0%} of what varies in {where}"
                 detail = f"rounding {key} to {dtype_name(op.result.dtype)} loses {part}: subtract the mean before"
-                findings.append(Finding.at(op.site(op.result), INPUT, step.format.name, detail=detail, tensor=key))
+                site, cures = op.site(op.result), (standardize(step, name),)
+                findings.append(
+                    Finding.at(site, INPUT, step.format.name, detail=detail, tensor=key, candidates=cures)
+                )
 
     with Trace(replay.model, note):
         replay.loss(batch)

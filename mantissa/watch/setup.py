@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -228,10 +229,10 @@ def _weights(first: FirstStep, format: Format | None) -> Aspect:
         asked = f"precision={format.name} asks for fp32 masters"
         differences.append(f"{asked}, but the optimizer has none: give it fp32 copies.")
 
-    # And wider ones where 16 bits were asked for.
-    wide = [name for name, weight in first.trainable.items() if weight.dtype.itemsize > 2]
-    if wide and format and format.half_weights:
-        meant = dtype_name(format.half_weights)
+    # And wider ones than those that were asked for.
+    most = format.weights.itemsize if format else math.inf
+    if format and (wide := [name for name, weight in first.trainable.items() if weight.dtype.itemsize > most]):
+        meant = f"torch.{dtype_name(format.weights)}"
         asked = f"precision={format.name} asks for {meant} weights"
         differences.append(f"{asked}, but {listed(wide)} are wider: call model.to({meant}).")
     return Aspect({"weights": row}, differences)
