@@ -44,7 +44,7 @@ def groups() -> dict[str, dict[str, type]]:
             name = vars(cls).get(key)
             if not name or cls.__module__ not in modules:
                 continue
-            taken = [entry.name for entry in dataclasses.fields(cls) if entry.name in {*dir(base), "name"}]
+            taken = [entry.name for entry in dataclasses.fields(cls) if entry.name in dir(base)]
             if group == "recipe" and taken:
                 raise UserError(f"{group}={name}: a recipe has a {taken[0]} of its own; give the option another name")
             before = kinds.get(name, cls)

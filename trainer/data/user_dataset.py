@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
 
+from mantissa.display import counted
 from mantissa.errors import described
 from trainer.data.contract import Batch, SampleId
 from trainer.errors import UserError
@@ -88,7 +89,7 @@ class UserDataset:
             batch = self.collate(samples)
         except Exception as error:  # of any kind: what is in a sample decides
             raise UserError(
-                f"{self.name}: {len(samples)} samples cannot be batched ({described(error)}); leave out what is no "
+                f"{self.name}: {counted(len(samples), 'sample')} cannot be batched ({described(error)}); leave out what is no "
                 "tensor, make all samples of one shape, or set a collate_fn that does"
             ) from error
         leaves, structure = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
