@@ -64,9 +64,7 @@ def rounded_data(step: Step, share: float = _SIGNAL, columns: bool = False) -> F
                 part = f"{lost.max().clamp(max=1):.0%} of what varies in {where}"
                 detail = f"rounding {key} to {dtype_name(op.result.dtype)} loses {part}: subtract the mean before"
                 site, cures = op.site(op.result), (standardize(step, name),)
-                findings.append(
-                    Finding.at(site, INPUT, step.format.name, detail=detail, tensor=key, candidates=cures)
-                )
+                findings.append(Finding.at(site, INPUT, step.format.name, detail=detail, tensor=key, candidates=cures))
 
     with Trace(replay.model, note):
         replay.loss(batch)

@@ -232,9 +232,9 @@ def _weights(first: FirstStep, format: Format | None) -> Aspect:
     # And wider ones than those that were asked for.
     most = format.weights.itemsize if format else math.inf
     if format and (wide := [name for name, weight in first.trainable.items() if weight.dtype.itemsize > most]):
-        meant = f"torch.{dtype_name(format.weights)}"
+        meant = dtype_name(format.weights)
         asked = f"precision={format.name} asks for {meant} weights"
-        differences.append(f"{asked}, but {listed(wide)} are wider: call model.to({meant}).")
+        differences.append(f"{asked}, but {listed(wide)} are wider: call model.to(torch.{meant}).")
     return Aspect({"weights": row}, differences)
 
 

@@ -426,6 +426,10 @@ def test_the_loss_is_found_in_what_a_model_returns(output: Callable[[Tensor], An
         ({"optimizer": torch.optim.SGD}, "type type"),
         ({"optimizer": object.__new__(torch.optim.SGD)}, "of a wrapper, the one inside"),
         ({"scaler": "bf16"}, "type str"),
+        ({"every": 2.5}, "every must be a whole number"),
+        ({"model": nn.LazyLinear(1)}, "lazy modules"),
+        ({"loss": 3}, "loss must be a function"),
+        ({"folder": 3}, "folder must be a path"),
     ],
 )
 def test_arguments_that_cannot_work(options: dict[str, Any], words: str) -> None:
