@@ -409,11 +409,8 @@ class UserRecipe(Recipe):
                 if not math.isfinite(loss) and (why := data.not_finite(index)):
                     raise UserError(f"{data.name}: sample {index} has {why}, so its loss is {loss}")
         if found and found.no_sums:
-            warnings.warn(
-                f"the metric {found.no_sums[0]} of {len(found.alone)} samples is no sum of that one by one, and is "
-                "divided by the number of targets: return sums in metric_sums, such as the number of correct answers",
-                stacklevel=3,
-            )
+            why = f"the metric {found.no_sums[0]} of {len(found.alone)} samples is no sum of that one by one"
+            warnings.warn(f"{why}, and is divided by the number of targets: return a sum", stacklevel=3)
         if not self._has_gradient(model, device):
             raise UserError(
                 "the loss has no gradient, so nothing would train: look for .detach(), .item() and torch.no_grad "
@@ -447,12 +444,9 @@ class UserRecipe(Recipe):
         finally:
             set_random_state(generators, device)
         if kept:
-            shapes = ", ".join(str(list(tensor.shape)) for tensor in kept)
-            warnings.warn(
-                f"the loss gives a gradient to what is no parameter of the model (of shape {shapes:.60}), and nothing "
-                "trains it: make it an nn.Parameter of the model, or call requires_grad_(False)",
-                stacklevel=4,
-            )
+            what = f"the loss gives a gradient to what is no parameter of the model (of shape {list(kept.pop().shape)})"
+            cure = "make it an nn.Parameter of the model, or call requires_grad_(False)"
+            warnings.warn(f"{what}, and nothing trains it: {cure}", stacklevel=4)
         return loss.requires_grad or not any(weight.requires_grad for weight in model.parameters())
 
 
@@ -495,7 +489,6 @@ def losses_of_some(recipe: Recipe, model: Any, data: Dataset, device: torch.devi
         on_device = ({name: tensor.to(device) for name, tensor in part.items()} for part in parts)
         outputs = [recipe.loss(model, part) for part in on_device]
         together, *alone = [output.loss_sum.item() for output in outputs]
-        sums = [{name: float(value) for name, value in output.metric_sums.items()} for output in outputs]
         drawn = any(not torch.equal(state, generators[name]) for name, state in random_state(device).items())
     except UserError:
         raise
@@ -509,6 +502,6 @@ def losses_of_some(recipe: Recipe, model: Any, data: Dataset, device: torch.devi
         return None
     by_place = dict(zip(places.tolist(), alone, strict=True))
     mean = sum(count * loss for count, loss in zip(of_each, alone, strict=True)) / targets
-    totals = {name: sum(each.get(name, 0.0) for each in sums[1:]) for name in sums[0]}
-    no_sums = [name for name, total in totals.items() if abs(sums[0][name] - total) > 0.5 * abs(total)]
+    totals = {name: sum(each.metric_sums[name] for each in outputs[1:]) for name in outputs[0].metric_sums}
+    no_sums = [name for name, total in totals.items() if abs(outputs[0].metric_sums[name] - total) > 0.5 * abs(total)]
     return Losses(together, by_place, mean, no_sums)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -26,11 +24,10 @@ _LOST_DATA = 0.5
 def data(step: Step, budget: Budget) -> Examined:
     """Find data that the format cannot tell apart, and the module that should have it in fp32."""
     finding = rounded_data(step, _LOST_DATA)
-    if finding is None:  # a column alone may be noise
-        columns = rounded_data(step, _LOST_DATA, columns=True)
-        return Examined(notes=(columns.detail,) if columns else ())
-    cures = (module_cure(step, [finding.module]),) if finding.module else ()
-    return Examined(findings=(replace(finding, candidates=(*finding.candidates, *cures)),))
+    if finding is not None:
+        return Examined(findings=(finding,))
+    columns = rounded_data(step, _LOST_DATA, columns=True)  # a column alone may be noise
+    return Examined(notes=(columns.detail,) if columns else ())
 
 
 def rounded_data(step: Step, share: float = _SIGNAL, columns: bool = False) -> Finding | None:
@@ -63,8 +60,9 @@ def rounded_data(step: Step, share: float = _SIGNAL, columns: bool = False) -> F
                 key = batch_key(name)
                 part = f"{lost.max().clamp(max=1):.0%} of what varies in {where}"
                 detail = f"rounding {key} to {dtype_name(op.result.dtype)} loses {part}: subtract the mean before"
-                site, cures = op.site(op.result), (standardize(step, name),)
-                findings.append(Finding.at(site, INPUT, step.format.name, detail=detail, tensor=key, candidates=cures))
+                site, named = op.site(op.result), {"detail": detail, "tensor": key}
+                cures = standardize(step, name), *([module_cure(step, [site.module])] if site.module else [])
+                findings.append(Finding.at(site, INPUT, step.format.name, **named, candidates=cures))
 
     with Trace(replay.model, note):
         replay.loss(batch)

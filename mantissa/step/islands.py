@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mantissa.display import shortened
 from mantissa.errors import FormatError, UsageError, names_in, nearest
 from mantissa.tensors import check_model
 
@@ -51,10 +52,8 @@ def keep_fp32(
     """
     check_model(model)
     names, known = names_in("names", names), [name for name, _ in model.named_modules(remove_duplicate=False)]
-    for name in names:
-        if name not in known:
-            of = ", ".join(each for each in known[:6] if each) + (", …" if len(known) > 6 else "")
-            raise UsageError(f"the model has no submodule {name!r}{nearest(name, known) or f'; it has {of}'}")
+    for name in set(names) - set(known):
+        raise UsageError(f"the model has no submodule {name!r}{nearest(name, known)}; it has {shortened(known[1:])}")
     if not device_type:
         device_type = next(model.parameters()).device.type
         dtypes = (weight.dtype for weight in model.parameters())

@@ -50,9 +50,8 @@ def precision_gate(
     """
     __tracebackhide__ = True  # pytest shows the report, and none of this
     check_type("train", train, callable(train), "a function of a precision and a seed")
-    check_type("report", report, isinstance(report, str | Path), "a path")
-    for name, count in (("seeds", seeds), ("max_seeds", seeds if max_seeds is None else max_seeds)):
-        check_number(name, count, 4)
+    check_number("seeds", seeds, 4)
+    check_number("max_seeds", seeds if max_seeds is None else max_seeds, 16)
     arms = names_in("arms", arms)
     if len(set(arms)) < max(2, len(arms)):
         raise UsageError(f"arms {arms!r} must be two or more different precisions, such as ('fp32', 'bf16')")

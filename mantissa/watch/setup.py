@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -230,8 +229,8 @@ def _weights(first: FirstStep, format: Format | None) -> Aspect:
         differences.append(f"{asked}, but the optimizer has none: give it fp32 copies.")
 
     # And wider ones than those that were asked for.
-    most = format.weights.itemsize if format else math.inf
-    if format and (wide := [name for name, weight in first.trainable.items() if weight.dtype.itemsize > most]):
+    wide = [name for name, of in first.trainable.items() if format and of.dtype.itemsize > format.weights.itemsize]
+    if wide and format:
         meant = dtype_name(format.weights)
         asked = f"precision={format.name} asks for {meant} weights"
         differences.append(f"{asked}, but {listed(wide)} are wider: call model.to(torch.{meant}).")

@@ -94,9 +94,6 @@ class Watch:
         check_type("scaler", scaler, scaler is None or hasattr(scaler, "is_enabled"), "the loop's GradScaler")
         check_number("every", every, 50)
         check_type("loss", loss, loss is None or callable(loss), "a function, called as loss(model, batch)")
-        check_type("build", build, build is None or callable(build), "a function that returns the model")
-        check_type("say", say, callable(say), "a function of a text, such as print")
-        check_type("folder", folder, isinstance(folder, str | Path), "a path")
         self._precision = None if precision is None else format_name(precision)
         if self._precision is not None and self._precision not in FORMATS:
             raise UsageError(f"precision={precision!r} is unknown; use one of {', '.join(FORMATS)}")

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
 
-from mantissa.display import counted
 from mantissa.errors import described
 from trainer.data.contract import Batch, SampleId
 from trainer.errors import UserError
@@ -88,10 +87,8 @@ class UserDataset:
         try:
             batch = self.collate(samples)
         except Exception as error:  # of any kind: what is in a sample decides
-            raise UserError(
-                f"{self.name}: {counted(len(samples), 'sample')} cannot be batched ({described(error)}); leave out what is no "
-                "tensor, make all samples of one shape, or set a collate_fn that does"
-            ) from error
+            what = f"{self.name}: samples cannot be batched ({described(error)})"
+            raise UserError(f"{what}; leave out what is no tensor, or set a collate_fn") from error
         leaves, structure = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
         for leaf in leaves:
             if not isinstance(leaf, Tensor) or leaf.shape[:1] != (len(samples),):

@@ -20,7 +20,7 @@ from mantissa.errors import FormatError, UsageError
 from mantissa.formats import FORMATS, FP8, FP32, TF32, Format
 from mantissa.step import operators
 from mantissa.step.islands import cast_inputs, keep_fp32, with_fp32_statistics
-from trainer.errors import UserError, check_choice, nearest
+from trainer.errors import UserError, check_choice
 from trainer.hardware import NATIVE, UNAVAILABLE, Hardware, detect
 from trainer.precision import kernels, scaled
 from trainer.precision.names import matching

@@ -250,7 +250,6 @@ def test_batches_of_any_nesting_and_no_optimizer() -> None:
         ({"accumulate": "2"}, "accumulate must be a whole number, such as 1, and is of type str"),
         ({"time_budget_s": 0}, "time_budget_s=0 must be more than 0"),
         ({"scale": float("nan")}, "scale=nan must be more than 0"),
-        ({"say": None}, "say must be a function"),
         ({"model": replaced()}, "a gradient goes to the model that was given"),
         ({"model": with_hidden()}, "2 weights with a gradient, and nothing trains them; hold layers in nn.ModuleList"),
         ({"model": Own}, "model must be a module with parameters, and is of type type"),

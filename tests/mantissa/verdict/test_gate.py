@@ -107,7 +107,6 @@ def test_pytest_finds_the_plugin() -> None:
         ({"arms": None}, "each of arms must be a name"),
         ({"arms": "bf16"}, "must be two or more different precisions"),
         ({"train": None}, "train must be a function"),
-        ({"report": 3}, "report must be a path"),
     ],
 )
 def test_arguments_that_cannot_work(options: dict[str, Any], words: str) -> None:
