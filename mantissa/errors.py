@@ -7,6 +7,7 @@ import errno
 import re
 from collections.abc import Iterable
 from numbers import Integral, Real
+from typing import Any
 
 # Messages of torch's CPU allocator, C++, oneDNN, cuBLAS, cuDNN, NCCL, Triton and MPS. (CUDA's has a type.)
 _NO_MEMORY = re.compile(
@@ -39,7 +40,7 @@ def check_type(name: str, value: object, fits: bool, what: str) -> None:
 
 
 def check_number(name: str, value: object, such_as: float, below: float = float("inf")) -> None:
-    """Refuse, by a ``UsageError``, what is no number above 0 and below another one, or not whole where ``such_as`` is."""
+    """Refuse, by a ``UsageError``, what is no number above 0, or is not whole where ``such_as`` is."""
     whole = isinstance(such_as, int)
     fits, what = isinstance(value, Integral if whole else Real), f"a {'whole ' * whole}number, such as {such_as}"
     check_type(name, value, fits, what)
@@ -47,7 +48,7 @@ def check_number(name: str, value: object, such_as: float, below: float = float(
         raise UsageError(f"{name}={value} must be more than 0 and less than {below}, such as {such_as}")
 
 
-def names_in(name: str, given: object) -> list[str]:
+def names_in(name: str, given: Any) -> list[str]:
     """Return names as a list, of a single one, too; ``name``: of the argument. Raises UsageError."""
     names = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]
     for each in names:

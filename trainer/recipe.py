@@ -488,7 +488,7 @@ def losses_of_some(recipe: Recipe, model: Any, data: Dataset, device: torch.devi
         targets, *of_each = map(recipe.count_targets, parts)
         on_device = ({name: tensor.to(device) for name, tensor in part.items()} for part in parts)
         outputs = [recipe.loss(model, part) for part in on_device]
-        together, *alone = [output.loss_sum.item() for output in outputs]
+        together, *alone = [float(output.loss_sum) for output in outputs]
         drawn = any(not torch.equal(state, generators[name]) for name, state in random_state(device).items())
     except UserError:
         raise
