@@ -502,6 +502,6 @@ def losses_of_some(recipe: Recipe, model: Any, data: Dataset, device: torch.devi
         return None
     by_place = dict(zip(places.tolist(), alone, strict=True))
     mean = sum(count * loss for count, loss in zip(of_each, alone, strict=True)) / targets
-    totals = {name: sum(each.metric_sums[name] for each in outputs[1:]) for name in outputs[0].metric_sums}
-    no_sums = [name for name, total in totals.items() if abs(outputs[0].metric_sums[name] - total) > 0.5 * abs(total)]
+    totals = {name: sum(float(each.metric_sums[name]) for each in outputs[1:]) for name in outputs[0].metric_sums}
+    no_sums = [name for name, total in totals.items() if abs(outputs[0].metric_sums[name] - total) > abs(total) / 2]
     return Losses(together, by_place, mean, no_sums)
