@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+from numbers import Integral, Real
+from typing import Any
 
 # Messages of torch's CPU allocator, C++, oneDNN, cuBLAS, cuDNN, NCCL, Triton and MPS. (CUDA's has a type.)
 _NO_MEMORY = re.compile(
@@ -35,6 +39,49 @@ def check_type(name: str, value: object, fits: bool, what: str) -> None:
     """Refuse, by a ``UsageError``, an argument of a type that does not fit; ``what``: what it must be."""
     if not fits:
         raise UsageError(f"{name} must be {what}, and is of type {type(value).__name__}")
+
+
+def check_number(name: str, value: object, such_as: float, below: float = float("inf")) -> None:
+    """Refuse, by a ``UsageError``, what is no number above 0, or is not whole where ``such_as`` is."""
+    whole = isinstance(such_as, int)
+    fits, what = isinstance(value, Integral if whole else Real), f"a {'whole ' * whole}number, such as {such_as}"
+    check_type(name, value, fits, what)
+    if not 0 < value < below:  # type: ignore[operator]
+        raise UsageError(f"{name}={value} must be more than 0 and less than {below}, such as {such_as}")
+
+
+def names_in(name: str, given: Any) -> list[str]:
+    """Return names as a list, of a single one, too; ``name``: of the argument. Raises UsageError."""
+    names = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]
+    for each in names:
+        check_type(f"each of {name}", each, isinstance(each, str), "a name")
+    return names
+
+
+def most_like(typed: str, valid: Iterable[str]) -> str:
+    """Return the name of which one sign was mistyped, or the order; empty: there is none.
+
+    Another digit is another thing: nobody who types fp12 means fp16.
+    """
+    names = list(valid)
+    return next((name for is_near in (_same_letters, _one_differs) for name in names if is_near(typed, name)), "")
+
+
+def _same_letters(typed: str, name: str) -> bool:
+    return sorted(typed.lower()) == sorted(name.lower())
+
+
+def _one_differs(typed: str, name: str) -> bool:
+    changes = SequenceMatcher(None, typed.lower(), name.lower()).get_opcodes()
+    changes = [change for change in changes if change[0] != "equal"]
+    (_, start, end, first, last), *others = changes
+    return not others and max(end - start, last - first) == 1 and not typed[start:end].isdigit()
+
+
+def nearest(typed: str, valid: Iterable[str], prefix: str = "") -> str:
+    """Return ``"; did you mean 'bf16'?"`` or an empty string if none is similar; ``prefix`` is shown, not compared."""
+    near = most_like(typed, valid)
+    return f"; did you mean {prefix + near!r}?" if near else ""
 
 
 def described(error: BaseException) -> str:

@@ -10,9 +10,11 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from mantissa.display import counted
+from mantissa.errors import UsageError, check_type
 
 
 def tensors(nested: Any) -> list[Tensor]:
@@ -63,6 +65,14 @@ def unregistered(model: nn.Module, optimizer: torch.optim.Optimizer, reached: Ca
     none = f"In a list or dict of the model, but no parameters of it: {counted(count, 'weight')} with a gradient"
     cure = "hold layers in nn.ModuleList or nn.ModuleDict, weights in nn.ParameterList"
     return f"{none}, and nothing trains them; {cure}, or call requires_grad_(False)"
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse, by a ``UsageError``, what is no module whose weights are there."""
+    weights = list(model.parameters()) if isinstance(model, nn.Module) else []
+    check_type("model", model, bool(weights), "a module with parameters")
+    if any(map(is_lazy, weights)):
+        raise UsageError("the model has lazy modules, whose weights are not there yet; call it once with a batch first")
 
 
 def measurable(gradient: Tensor | None) -> TypeGuard[Tensor]:

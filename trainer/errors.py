@@ -6,10 +6,11 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from difflib import SequenceMatcher
 from pathlib import Path
 
 from mantissa.errors import is_out_of_memory as is_out_of_memory
+from mantissa.errors import most_like as most_like
+from mantissa.errors import nearest as nearest
 
 
 class RunError(Exception):
@@ -158,29 +159,3 @@ def first_line(error: BaseException) -> str:
     if found := re.search(r"Max retries exceeded.*?(?:\[Errno -?\d+\] ([\w ]+)|(timed out))", text, re.DOTALL):
         return f"no connection: {found[1] or found[2]}"
     return text.splitlines()[0][:300] if text else type(error).__name__
-
-
-def most_like(typed: str, valid: Iterable[str]) -> str:
-    """Return the name of which one sign was mistyped, or the order; empty: there is none.
-
-    Another digit is another thing: nobody who types fp12 means fp16.
-    """
-    names = list(valid)
-    return next((name for is_near in (_same_letters, _one_differs) for name in names if is_near(typed, name)), "")
-
-
-def _same_letters(typed: str, name: str) -> bool:
-    return sorted(typed.lower()) == sorted(name.lower())
-
-
-def _one_differs(typed: str, name: str) -> bool:
-    changes = SequenceMatcher(None, typed.lower(), name.lower()).get_opcodes()
-    changes = [change for change in changes if change[0] != "equal"]
-    (_, start, end, first, last), *others = changes
-    return not others and max(end - start, last - first) == 1 and not typed[start:end].isdigit()
-
-
-def nearest(typed: str, valid: Iterable[str], prefix: str = "") -> str:
-    """Return ``"; did you mean 'bf16'?"`` or an empty string if none is similar; ``prefix`` is shown, not compared."""
-    near = most_like(typed, valid)
-    return f"; did you mean {prefix + near!r}?" if near else ""

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_model
 from torch import Tensor, nn
 
+from mantissa.step.step import leaves
 from mantissa.tensors import random_state, set_random_state
 from trainer.checkpoint.weights import open_file
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
@@ -420,6 +421,9 @@ class UserRecipe(Recipe):
             for index, loss in losses.alone.items() if losses else ():
                 if not math.isfinite(loss) and (why := data.not_finite(index)):
                     raise UserError(f"{data.name}: sample {index} has {why}, so its loss is {loss}")
+        if found and found.no_sums:
+            why = f"the metric {found.no_sums[0]} of {len(found.alone)} samples is no sum of that one by one"
+            warnings.warn(f"{why}, and is divided by the number of targets: return a sum", stacklevel=3)
         if not self._has_gradient(model, device):
             raise UserError(
                 "the loss has no gradient, so nothing would train: look for .detach(), .item() and torch.no_grad "
@@ -444,11 +448,18 @@ class UserRecipe(Recipe):
         try:
             model = copy.deepcopy(model).train()
             with torch.enable_grad():
-                loss = self.loss(model, {name: tensor.to(device) for name, tensor in samples.items()}).loss_sum
+                batches = ({name: tensor.to(device, copy=True) for name, tensor in samples.items()} for _ in range(2))
+                loss, again = (self.loss(model, batch).loss_sum for batch in batches)
+            # What both have is not made in the loss, nor in the batch.
+            kept = set(leaves(loss)) & set(leaves(again)) - set(model.parameters())
         except Exception:  # such as of a layer that needs more samples; an error of any batch comes again
             return True
         finally:
             set_random_state(generators, device)
+        if kept:
+            what = f"the loss gives a gradient to what is no parameter of the model (of shape {list(kept.pop().shape)})"
+            cure = "make it an nn.Parameter of the model, or call requires_grad_(False)"
+            warnings.warn(f"{what}, and nothing trains it: {cure}", stacklevel=4)
         return loss.requires_grad or not any(weight.requires_grad for weight in model.parameters())
 
 
@@ -461,6 +472,8 @@ class Losses(NamedTuple):
     """One by one, by the number of the sample."""
     mean: float
     """Of these, over the targets of all."""
+    no_sums: list[str]
+    """Names of metrics that are other ones in one batch than summed one by one."""
 
     @property
     def total(self) -> float:
@@ -487,7 +500,8 @@ def losses_of_some(recipe: Recipe, model: Any, data: Dataset, device: torch.devi
         parts = [{name: tensor[some] for name, tensor in samples.items()} for some in rows]
         targets, *of_each = map(recipe.count_targets, parts)
         on_device = ({name: tensor.to(device) for name, tensor in part.items()} for part in parts)
-        together, *alone = [recipe.loss(model, part).loss_sum.item() for part in on_device]
+        outputs = [recipe.loss(model, part) for part in on_device]
+        together, *alone = [float(output.loss_sum) for output in outputs]
         drawn = any(not torch.equal(state, generators[name]) for name, state in random_state(device).items())
     except UserError:
         raise
@@ -500,4 +514,7 @@ def losses_of_some(recipe: Recipe, model: Any, data: Dataset, device: torch.devi
     if not 0 < targets == sum(of_each) or drawn:
         return None
     by_place = dict(zip(places.tolist(), alone, strict=True))
-    return Losses(together, by_place, sum(count * loss for count, loss in zip(of_each, alone, strict=True)) / targets)
+    mean = sum(count * loss for count, loss in zip(of_each, alone, strict=True)) / targets
+    totals = {name: sum(float(each.metric_sums[name]) for each in outputs[1:]) for name in outputs[0].metric_sums}
+    no_sums = [name for name, total in totals.items() if abs(outputs[0].metric_sums[name] - total) > abs(total) / 2]
+    return Losses(together, by_place, mean, no_sums)

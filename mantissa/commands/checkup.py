@@ -57,10 +57,14 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
         mappings = {task: getattr(transformers, f"MODEL_FOR_{name}_MAPPING") for task, name in MAPPINGS.items()}
         able = {task: str(mapping[type(config)]) for task, mapping in mappings.items() if type(config) in mapping}
         named = [task for task in able for name in config.architectures or [] if f".{name}'" in able[task]]
+        # Of a class for another task a part may be left out, such as an encoder; of a model without a head nothing is.
+        heads = ["".join(name.partition("For")[1:]) for name in config.architectures or [""]]
+        able = {task: names for task, names in able.items() if any(f"{head}'" in names for head in heads)}
         if not able:
+            what = ", ".join(config.architectures or [f"a model of type {config.model_type}"])
             raise UsageError(
-                f"{source}: a model of type {config.model_type} is no language model and classifies no images; load it "
-                "yourself and call mantissa.examine(model, loss, batches)"
+                f"{source}: {what} is no language model and classifies no images; load it yourself and call "
+                "mantissa.examine(model, loss, batches)"
             )
         task = [*named, *able][0]
         loader = getattr(transformers, f"AutoModelFor{task}")

@@ -158,11 +158,8 @@ def _cast_data(origin: Origin) -> Finding | None:
         return None
     for name, tensor in ((name, tensor) for batch in replay.step.microbatches for name, tensor in batch.items()):
         if tensor.numel() == math.prod(site.shape) and tensor.float().abs().max() > FP16.largest:
-            data, name = partial(_standardized, name=name), batch_key(name)
-            cure = Cure(
-                f"standardize {name}", replay.step.with_microbatches(map(data, replay.step.microbatches)), data=data
-            )
-            return origin.finding(OVERFLOW, origin.numbers, candidates=(cure,), tensor=name)
+            cure = standardize(replay.step, name)
+            return origin.finding(OVERFLOW, origin.numbers, candidates=(cure,), tensor=batch_key(name))
     return None
 
 
@@ -307,12 +304,17 @@ def _without_bad_samples(batch: Batch) -> Batch:
     return _with_rows(batch, sorted(left), size) if 0 < len(left) < size else batch
 
 
-def _standardized(batch: Batch, name: str) -> Batch:
-    """Return a batch of whose tensor the mean is 0 and the deviation 1."""
+def standardize(step: Step, name: str) -> Cure:
+    """Return a tensor of the batches, by its name there, with a mean of 0 and a deviation of 1 as a cure."""
+    data = partial(_standardized, name=name)
+    return Cure(f"standardize {batch_key(name)}", step.with_microbatches(map(data, step.microbatches)), data=data)
 
+
+def _standardized(batch: Batch, name: str) -> Batch:
     def change(tensor: Tensor) -> Tensor:
-        wide = tensor.double()
-        return ((wide - wide.mean()) / wide.std().clamp(min=1e-12)).to(tensor.dtype)
+        wide, dim = tensor.double(), 0 if tensor.ndim == 2 else None  # each column of a table alone
+        deviation, mean = torch.std_mean(wide, dim, correction=0, keepdim=True)
+        return ((wide - mean) / deviation.clamp(min=1e-12)).to(tensor.dtype)
 
     return map_tensors(batch, lambda tensor: change(tensor) if tensor is batch[name] else tensor)
 

@@ -166,6 +166,10 @@ class Course:
         holds = bool(losses.isfinite().all()) and alike and not standard.is_worse(learned, changed)
         return replace(cure, about="") if holds else None
 
+    def end(self, cure: Cure, base: Step) -> float:
+        """Return the loss at which fp32 ends with a cure; 0: training was not tried."""
+        return self._standard(cure, base).exact[-_FEWEST:].mean().item() if self.count else 0.0
+
     def _standard(self, cure: Cure, base: Step) -> Standard:
         """Return what training with a cure is compared with: fp32 with the same data, rate, factor and state."""
         changed = self.start.changed_as(cure.step, base)

@@ -76,6 +76,11 @@ class Trial:
         """Return the first cure that holds; empty: none does."""
         return next(([held] for cure in cures if (held := self._held(cure))), [])
 
+    def best(self, cures: Iterable[Cure]) -> list[Cure]:
+        """Return the cure that holds with which fp32 ends at the lowest loss; empty: none holds."""
+        held = [held for cure in cures if (held := self._held(cure))]
+        return sorted(held, key=lambda cure: self.course.end(cure, self.base))[:1]
+
     def _held(self, cure: Cure) -> Cure | None:
         """Return a cure that holds; one with which the model cannot be computed does not, and others are tried."""
         return self.budget.run(CURES, lambda: self.learned(cure) if self.is_gone(cure.step) else None)

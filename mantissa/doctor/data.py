@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from mantissa.display import dtype_name, listed
 from mantissa.doctor.budget import Budget
+from mantissa.doctor.cause import standardize
 from mantissa.doctor.cures import module_cure
 from mantissa.doctor.finding import INPUT, Examined, Finding
 from mantissa.step.step import Step, batch_key
@@ -25,11 +24,10 @@ _LOST_DATA = 0.5
 def data(step: Step, budget: Budget) -> Examined:
     """Find data that the format cannot tell apart, and the module that should have it in fp32."""
     finding = rounded_data(step, _LOST_DATA)
-    if finding is None:  # a column alone may be noise
-        columns = rounded_data(step, _LOST_DATA, columns=True)
-        return Examined(notes=(columns.detail,) if columns else ())
-    cures = (module_cure(step, [finding.module]),) if finding.module else ()
-    return Examined(findings=(replace(finding, candidates=cures),))
+    if finding is not None:
+        return Examined(findings=(finding,))
+    columns = rounded_data(step, _LOST_DATA, columns=True)  # a column alone may be noise
+    return Examined(notes=(columns.detail,) if columns else ())
 
 
 def rounded_data(step: Step, share: float = _SIGNAL, columns: bool = False) -> Finding | None:
@@ -62,7 +60,9 @@ def rounded_data(step: Step, share: float = _SIGNAL, columns: bool = False) -> F
                 key = batch_key(name)
                 part = f"{lost.max().clamp(max=1):.0%} of what varies in {where}"
                 detail = f"rounding {key} to {dtype_name(op.result.dtype)} loses {part}: subtract the mean before"
-                findings.append(Finding.at(op.site(op.result), INPUT, step.format.name, detail=detail, tensor=key))
+                site, named = op.site(op.result), {"detail": detail, "tensor": key}
+                cures = standardize(step, name), *([module_cure(step, [site.module])] if site.module else [])
+                findings.append(Finding.at(site, INPUT, step.format.name, **named, candidates=cures))
 
     with Trace(replay.model, note):
         replay.loss(batch)

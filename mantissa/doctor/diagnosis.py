@@ -38,6 +38,7 @@ from mantissa.doctor.finding import (
     ERROR,
     EXAMINATION,
     EXCEPTION,
+    INPUT,
     NO_PROGRESS,
     OVERFLOW,
     SCALE,
@@ -359,8 +360,9 @@ def _base_for(result: Diagnosis, check: Check) -> Step:
 
 
 def _tried(fault: Fault) -> Fault:
-    """Return a fault with the first of the cures that its check knows, if one holds."""
-    return replace(fault, held=tuple(fault.trial.first(fault.reported.candidates)))
+    """Return a fault with the first of the cures that its check knows, if one holds; of data, the best."""
+    choose = fault.trial.best if fault.reported.kind == INPUT else fault.trial.first
+    return replace(fault, held=tuple(choose(fault.reported.candidates)))
 
 
 def _placed(step: Step, fault: Fault) -> Fault:

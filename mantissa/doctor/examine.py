@@ -6,7 +6,7 @@ import math
 import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -21,13 +21,13 @@ from mantissa.doctor.course import MOST_STEPS
 from mantissa.doctor.diagnosis import Diagnosis, TakenStep, diagnose
 from mantissa.doctor.finding import Finding
 from mantissa.doctor.report import lines, opening, write_report
-from mantissa.errors import UsageError, check_type
+from mantissa.errors import FormatError, UsageError, check_number, check_type, described, names_in
 from mantissa.formats import FORMATS, computing_in
 from mantissa.names import format_name
 from mantissa.step.ledger import MemoryLedger
 from mantissa.step.loop import LoopStep, Loss
 from mantissa.step.step import ReplayResult, Step
-from mantissa.tensors import changed_by, finite, in_dtype, random_state, set_random_state, values
+from mantissa.tensors import changed_by, check_model, finite, in_dtype, random_state, set_random_state, values
 
 PRECISIONS = tuple(
     name for name, row in FORMATS.items() if not row.number.scaled and not row.accumulates_in_fp32
@@ -118,21 +118,19 @@ def examine(
     # Everything that cannot work is refused before anything is copied.
     a_batch = isinstance(batches, Mapping | Tensor)
     of_batches = "an iterable of batches, such as a DataLoader or [batch]"
-    check_type("model", model, isinstance(model, nn.Module), "a module")
+    check_model(model)
     check_type("loss", loss, callable(loss), "a function, called as loss(model, batch)")
     check_type("batches", batches, isinstance(batches, Iterable) and not a_batch, of_batches)
     check_type("precision", precision, isinstance(precision, str | torch.dtype), f"one of {', '.join(PRECISIONS)}")
     check_type("optimizer", optimizer, optimizer is None or hasattr(optimizer, "param_groups"), "an optimizer")
     if (precision := format_name(precision)) not in PRECISIONS:
         raise UsageError(f"precision={precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
-    if accumulate < 1:
-        raise UsageError(f"accumulate={accumulate} must be 1 or more")
-    if time_budget_s <= 0:
-        raise UsageError(f"time_budget_s={time_budget_s:g} must be more than 0, such as 60")
+    check_number("accumulate", accumulate, 1)
+    check_number("time_budget_s", time_budget_s, 60.0)
+    check_number("scale", 1.0 if scale is None else scale, 65536.0)
+    checks = names_in("checks", checks)
     if unknown := [check for check in checks if check not in CHECKS]:
         raise UsageError(f"checks={unknown} are unknown; use some of {', '.join(CHECKS)}")
-    if next(model.parameters(), None) is None:
-        raise UsageError("the model has no parameters, so there is no training step to examine")
     batches = list(islice(batches, accumulate * MOST_STEPS))
     if len(batches) < accumulate:
         raise UsageError(f"accumulate={accumulate}, and batches has {len(batches)}; give at least one step's batches")
@@ -156,6 +154,9 @@ def examine(
             # What failed at a known loss scale is taken there: its scaler would go on to a lower one.
             backs_off = not failed or scale is None
             taken = take(step, backs_off=backs_off)
+            if not taken.seconds:
+                with suppress(RuntimeError, FormatError, MemoryError):  # which the format sweep says
+                    _check_loss(step)
 
             # Where the code enters autocast itself, that says the precision.
             if taken.own_autocast and step.format.half_weights is None:
@@ -167,6 +168,14 @@ def examine(
             return Report(diagnose(replace(taken, failed=failed), tuple(checks), time_budget_s, say=say))
     finally:
         set_random_state(before, step.device)
+
+
+def _check_loss(step: Step) -> None:
+    """Refuse a loss that raises in fp32 as well what no operator of torch raises for the dtypes of its tensors."""
+    try:
+        step.in_format(FORMATS["fp32"]).as_run().forward()
+    except (TypeError, AttributeError, LookupError, NameError, ValueError) as error:
+        raise UsageError(f"loss is called as loss(model, batch), and raises {described(error)}") from error
 
 
 def take(step: Step, began: str = "its beginning", backs_off: bool = True) -> TakenStep:

@@ -32,7 +32,7 @@ from mantissa.doctor.cures import ORDERS, line_of_error
 from mantissa.doctor.finding import ERROR, UNDERFLOW, Examined, Finding
 from mantissa.doctor.limits import HARM, NOISE
 from mantissa.doctor.random import without_dropout
-from mantissa.errors import FormatError
+from mantissa.errors import FormatError, described
 from mantissa.formats import BF16, FP16, FP32, TF32, Number, scaled_number
 from mantissa.step.step import Gradients, Replay, Step
 from mantissa.step.trace import BACKWARD, FORWARD, PRODUCTS, Op, Trace
@@ -147,7 +147,7 @@ def local_errors(step: Step) -> Examined:
         try:
             of_call = _Comparison(low, reference, call).rows()
         except Exception as error:  # a module that routes by values, or counts its calls, cannot be called alone
-            call.skipped = f"it cannot be called alone ({type(error).__name__})"
+            call.skipped = f"it cannot be called alone ({described(error)})"
         if call.skipped:
             left_out.setdefault(call.skipped, set()).add(call.module or "the model")
         rows += of_call

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mantissa.errors import FormatError
+from mantissa.display import shortened
+from mantissa.errors import FormatError, UsageError, names_in, nearest
+from mantissa.tensors import check_model
 
 entered = False
 """Whether the program is inside of an island. Of the whole process, as autocast's own state is."""
@@ -33,26 +35,31 @@ def _fp32_forward(
 
 
 def keep_fp32(
-    model: nn.Module, names: Iterable[str], device_type: str = "", half_weights: torch.dtype | None = None
+    model: nn.Module, names: str | Iterable[str], device_type: str = "", half_weights: torch.dtype | None = None
 ) -> None:
     """Make submodules compute in fp32, with their weights and all that they contain.
 
     Args:
         model: changed in place, before its optimizer is made where it has 16-bit weights.
-        names: of the submodules.
+        names: of the submodules, or of one.
         device_type: of the autocast that is turned off in them; empty: the model's, whose weights say the next, too.
         half_weights: the dtype of the model's other weights, to which the results are cast back; None: fp32.
 
     Raises:
-        FormatError: a submodule is never called, so that it cannot be.
+        FormatError: torch's attention is named in part; it uses the weights of its projections, and calls none of them.
+            Of other modules that are never called, the code that uses their weights computes as before.
+        UsageError: the model has no such submodule.
     """
+    check_model(model)
+    names, known = names_in("names", names), [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for name in set(names) - set(known):
+        raise UsageError(f"the model has no submodule {name!r}{nearest(name, known)}; it has {shortened(known[1:])}")
     if not device_type:
         device_type = next(model.parameters()).device.type
         dtypes = (weight.dtype for weight in model.parameters())
         half_weights = next((dtype for dtype in dtypes if dtype.itemsize == 2), half_weights)
 
     # A container may never be called, only its children. So they are converted with it.
-    names = list(names)
     inside = {id(module): module for name in names for module in model.get_submodule(name).modules()}
 
     # torch's attention reads the weights of its projections, and calls none of them.

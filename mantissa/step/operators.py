@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.overrides import TorchFunctionMode
 
+from mantissa.errors import UsageError, names_in, nearest
 from mantissa.step import islands
 from mantissa.tensors import tensors
 
@@ -67,9 +68,25 @@ class OperatorPolicy(TorchFunctionMode):
             yield
 
 
-def fp32_ops(names: Iterable[str], device_type: str = "") -> OperatorPolicy:
-    """Return a context for forward and loss in which operators, such as ``softmax``, compute in fp32."""
-    return OperatorPolicy(device_type, names, None)
+def fp32_ops(names: str | Iterable[str], device_type: str = "") -> OperatorPolicy:
+    """Return a context for forward and loss in which operators, such as ``softmax``, compute in fp32.
+
+    They go by the functions that the code calls: an ``nn.Linear`` calls ``linear``, not ``addmm``.
+
+    Raises:
+        UsageError: torch has no such operator.
+    """
+    bare = [name.rpartition(".")[2].removeprefix("_") for name in names_in("names", names)]  # of aten._X, torch.X, F.X
+    check_operators(bare)
+    return OperatorPolicy(device_type, bare, None)
+
+
+def check_operators(names: Iterable[str]) -> None:
+    """Raise UsageError where one is no operator."""
+    for name in names:
+        if not is_operator(name):
+            near = nearest(name, filter(is_operator, (each for holder in HOLDERS for each in dir(holder))))
+            raise UsageError(f"fp32_ops: torch has no operator {name!r} that returns a new tensor{near}")
 
 
 def is_operator(name: str) -> bool:

@@ -566,7 +566,7 @@ class Replay:
 
     def _backward(self, loss: Tensor) -> None:
         """Give the model its gradients, and leave those of other leaves as they are, such as a discriminator's."""
-        others = [leaf for leaf in _leaves(loss) if id(leaf) not in self._parameters]
+        others = [leaf for leaf in leaves(loss) if id(leaf) not in self._parameters]
         if any(id(leaf) in self.step.originals for leaf in others):
             raise UsageError(
                 "a gradient goes to the model that was given, and not to its copy: let the loss use the model that it "
@@ -749,7 +749,7 @@ def _restore(states: list[tuple[nn.Module, dict[str, Any]]]) -> None:
         vars(module).update(copy.deepcopy(state))
 
 
-def _leaves(loss: Tensor) -> list[Tensor]:
+def leaves(loss: Tensor) -> list[Tensor]:
     """Return the tensors in which a backward pass leaves gradients."""
     seen, waiting = set(), [loss.grad_fn]
     while waiting:

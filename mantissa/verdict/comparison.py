@@ -9,7 +9,7 @@ from decimal import Decimal
 from statistics import fmean
 
 from mantissa.display import counted
-from mantissa.errors import UsageError
+from mantissa.errors import UsageError, check_number
 from mantissa.verdict.judge import Quality, Row, judge
 from mantissa.verdict.runs import Look, Run, Runs, Store, run_all
 from mantissa.verdict.statistics import EQUIVALENT, PAIRS
@@ -32,8 +32,7 @@ class Comparison:
     """Judged arms by label; empty until they are judged."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.margin < 1:
-            raise UsageError(f"a margin of {self.margin:g} must be above 0 and below 1, such as 0.003 for 0.3 %")
+        check_number("margin", self.margin, 0.003, below=1)
 
     @property
     def baseline(self) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mantissa.errors import UsageError
+from mantissa.errors import UsageError, check_number, check_type, names_in
 from mantissa.verdict.comparison import Comparison
 from mantissa.verdict.report import report as report_of
 from mantissa.verdict.report import write
@@ -49,7 +49,11 @@ def precision_gate(
         UsageError: an argument cannot work.
     """
     __tracebackhide__ = True  # pytest shows the report, and none of this
-    if isinstance(arms, str) or len(set(arms)) < max(2, len(arms)):
+    check_type("train", train, callable(train), "a function of a precision and a seed")
+    check_number("seeds", seeds, 4)
+    check_number("max_seeds", seeds if max_seeds is None else max_seeds, 16)
+    arms = names_in("arms", arms)
+    if len(set(arms)) < max(2, len(arms)):
         raise UsageError(f"arms {arms!r} must be two or more different precisions, such as ('fp32', 'bf16')")
 
     def run(arm: str, seed: int) -> Run:

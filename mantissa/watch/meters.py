@@ -75,6 +75,10 @@ class Measured(NamedTuple):
             if counts.loses_updates and group not in known:
                 share = f"{counts.lost_share:.0%} of the updates of parameter group {group}"
                 harms[(group,)] = f"{share} are lost, too small for the weights' dtype: keep fp32 weights."
+        for group, norm in self.weights.items():
+            if not math.isfinite(norm) and f"weights of {group}" not in known:
+                cause = "but all gradients were: look at the optimizer, such as for an eps of 0"
+                harms[(f"weights of {group}",)] = f"Weights of parameter group {group} are not finite, {cause}."
         near = [name for name, bits in self.overflow.items() if bits < _NEAR and name not in known]
         if scaled:
             near = [name for name in near if not name.endswith(".grad")]

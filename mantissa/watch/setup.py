@@ -228,12 +228,12 @@ def _weights(first: FirstStep, format: Format | None) -> Aspect:
         asked = f"precision={format.name} asks for fp32 masters"
         differences.append(f"{asked}, but the optimizer has none: give it fp32 copies.")
 
-    # And wider ones where 16 bits were asked for.
-    wide = [name for name, weight in first.trainable.items() if weight.dtype.itemsize > 2]
-    if wide and format and format.half_weights:
-        meant = dtype_name(format.half_weights)
+    # And wider ones than those that were asked for.
+    wide = [name for name, of in first.trainable.items() if format and of.dtype.itemsize > format.weights.itemsize]
+    if wide and format:
+        meant = dtype_name(format.weights)
         asked = f"precision={format.name} asks for {meant} weights"
-        differences.append(f"{asked}, but {listed(wide)} are wider: call model.to({meant}).")
+        differences.append(f"{asked}, but {listed(wide)} are wider: call model.to(torch.{meant}).")
     return Aspect({"weights": row}, differences)
 
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from mantissa.display import counted, listed
 from mantissa.doctor.checks import ISLANDS, MANIFEST, RANGE, SWEEP
 from mantissa.doctor.examine import PRECISIONS, Report, examine
-from mantissa.errors import FormatError, NotFiniteError, UsageError, check_type, described
+from mantissa.errors import FormatError, NotFiniteError, UsageError, check_number, check_type, described
 from mantissa.formats import FORMATS, TF32, computing_in
 from mantissa.names import format_name
 from mantissa.step.loop import Loss
-from mantissa.tensors import changed_by, finite, numbers_in
+from mantissa.tensors import changed_by, check_model, finite, numbers_in
 from mantissa.watch.hooks import Listener, observing
 from mantissa.watch.meters import Measured, Meters, are_finite, side_by_side
 from mantissa.watch.passes import Pass, WatchedStep, call, loss_in, unwrapped, without_targets
@@ -87,14 +87,13 @@ class Watch:
     ) -> None:
         # Arguments that cannot work are refused before anything is hooked.
         inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's and Lightning's wrap torch's
-        trains = isinstance(model, nn.Module) and next(model.parameters(), None) is not None
-        check_type("model", model, trains, "a module with parameters")
+        check_model(model)
         hears = isinstance(inner, torch.optim.Optimizer) and hasattr(inner, "_optimizer_step_pre_hooks")
         one = "one optimizer of torch (of several, give each a Watch of its own; of a wrapper, the one inside)"
         check_type("optimizer", optimizer, hears, one)
         check_type("scaler", scaler, scaler is None or hasattr(scaler, "is_enabled"), "the loop's GradScaler")
-        if every < 1:
-            raise UsageError(f"every={every} must be 1 or more, such as 50")
+        check_number("every", every, 50)
+        check_type("loss", loss, loss is None or callable(loss), "a function, called as loss(model, batch)")
         self._precision = None if precision is None else format_name(precision)
         if self._precision is not None and self._precision not in FORMATS:
             raise UsageError(f"precision={precision!r} is unknown; use one of {', '.join(FORMATS)}")

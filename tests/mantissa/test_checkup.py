@@ -121,6 +121,7 @@ def test_why_a_folder_cannot_be_loaded_is_said(
         (["{empty}"], ": there is no config.json in this folder; give one"),
         (["{run}"], "run cannot be loaded: it is the folder of a run; give {run}/best"),
         (["{speech}"], "a model of type wav2vec2 is no language model"),
+        (["{half}"], "WhisperForConditionalGeneration is no language model"),  # of which only a decoder would be loaded
         (["{empty}", "--precision", "fp16,quarter"], "--precision quarter is unknown; use some of fp32,"),
         (["{empty}", "--length", "1"], "--length must be 2 or more"),
         (["{empty}", "--text", "/nowhere/text"], "--text /nowhere/text: there is no such file"),
@@ -134,7 +135,7 @@ def test_a_mistake_is_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    folders = {"empty": tmp_path / "empty", "speech": tmp_path / "speech"}
+    folders = {name: tmp_path / name for name in ("empty", "speech", "half")}
     folders["empty"].mkdir()
     folders["run"] = tmp_path / "run"
     hf.GPT2Config().save_pretrained(folders["run"] / "best")
@@ -144,6 +145,7 @@ def test_a_mistake_is_a_sentence(
     (tmp_path / "tests").mkdir()
     monkeypatch.chdir(tmp_path)
     hf.Wav2Vec2Config().save_pretrained(folders["speech"])
+    hf.WhisperConfig(architectures=["WhisperForConditionalGeneration"]).save_pretrained(folders["half"])
     assert main(["checkup", *(argument.format(**folders) for argument in arguments)]) == 2
     said = capsys.readouterr().err
     assert message.format(**folders) in said

@@ -278,6 +278,22 @@ def test_a_loss_that_is_no_mean_is_warned_of(loss: Callable[[Any, Any], Any]) ->
         own(loss)
 
 
+def test_what_the_loss_learns_by_itself_is_warned_of() -> None:
+    scale = torch.ones(2, requires_grad=True)
+    with pytest.warns(UserWarning, match=r"no parameter of the model \(of shape \[2\]\)"):
+        own(lambda model, batch: mean(model, batch) * scale.sum())
+
+
+def test_a_metric_that_is_a_mean_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="the metric size of 8 samples is no sum"):
+        own(lambda model, batch: LossOutput(mean(model, batch) * len(batch["y"]), {"size": mean(model, batch)}))
+
+
+def test_samples_that_cannot_be_batched_are_refused() -> None:
+    with pytest.raises(UserError, match="samples cannot be batched"):
+        own(mean, [{"x": torch.ones(number + 1), "y": number} for number in range(SAMPLES)])
+
+
 def test_a_mean_over_tokens_is_warned_of_where_only_some_samples_have_other_lengths() -> None:
     x, y = torch.randn(SAMPLES, 5, 6), torch.randint(2, (SAMPLES, 5))
     for sample in range(SAMPLES):

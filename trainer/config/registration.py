@@ -44,6 +44,9 @@ def groups() -> dict[str, dict[str, type]]:
             name = vars(cls).get(key)
             if not name or cls.__module__ not in modules:
                 continue
+            taken = [entry.name for entry in dataclasses.fields(cls) if entry.name in dir(base)]
+            if group == "recipe" and taken:
+                raise UserError(f"{group}={name}: a recipe has a {taken[0]} of its own; give the option another name")
             before = kinds.get(name, cls)
             # A choice of augment is refined for images.
             if before is not cls and (group == "recipe" or not issubclass(cls, before)):
@@ -166,7 +169,7 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     for entry in options(config):
         value = getattr(config, entry.name)
         if dataclasses.is_dataclass(value):
-            kind = getattr(value, "kind", None) or getattr(value, "name", None)
+            kind = getattr(value, "name" if entry.name == "recipe" else "kind", None)
             if isinstance(kind, str):
                 flat[f"{prefix}{entry.name}"] = kind
             flat |= flatten(value, f"{prefix}{entry.name}.")

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
 
+from mantissa.errors import described
 from trainer.data.contract import Batch, SampleId
 from trainer.errors import UserError
 
@@ -83,7 +84,11 @@ class UserDataset:
         return tree_unflatten([batch[str(place)] for place in range(len(batch))], self.structure)
 
     def _flat(self, samples: list[Any]) -> tuple[list[Tensor], Any]:
-        batch = self.collate(samples)
+        try:
+            batch = self.collate(samples)
+        except Exception as error:  # of any kind: what is in a sample decides
+            what = f"{self.name}: samples cannot be batched ({described(error)})"
+            raise UserError(f"{what}; leave out what is no tensor, or set a collate_fn") from error
         leaves, structure = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
         for leaf in leaves:
             if not isinstance(leaf, Tensor) or leaf.shape[:1] != (len(samples),):

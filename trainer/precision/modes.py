@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from mantissa.errors import FormatError
+from mantissa.errors import FormatError, UsageError
 from mantissa.formats import FORMATS, FP8, FP32, TF32, Format
 from mantissa.step import operators
 from mantissa.step.islands import cast_inputs, keep_fp32, with_fp32_statistics
-from trainer.errors import UserError, check_choice, nearest
+from trainer.errors import UserError, check_choice
 from trainer.hardware import NATIVE, UNAVAILABLE, Hardware, detect
 from trainer.precision import kernels, scaled
 from trainer.precision.names import matching
@@ -87,11 +87,11 @@ class Precision:
         Raises:
             UserError: torch has no such operator, or it is inside of the linear layers of a scaled format.
         """
+        try:
+            operators.check_operators(self.fp32_ops or ())
+        except UsageError as error:
+            raise UserError(f"precision.{error}") from error
         for name in self.fp32_ops or ():
-            if not operators.is_operator(name):
-                known = (each for holder in operators.HOLDERS for each in dir(holder))
-                near = nearest(name, filter(operators.is_operator, known))
-                raise UserError(f"precision.fp32_ops: torch has no operator {name!r} that returns a new tensor{near}")
             if self.format.number.scaled and name in _PRODUCTS:
                 others = [each for each in self.fp32_ops or () if each not in _PRODUCTS]
                 raise UserError(

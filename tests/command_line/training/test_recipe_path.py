@@ -159,6 +159,8 @@ def test_mistakes_are_one_sentence(folder: Path, train: Train) -> None:
     assert missing in mistake(train, "recipe_path=missing", "recipe=needy")
     write(folder / "literal", "chosen", imports="from typing import Literal\n", width='3\n    act: Literal["a"] = "a"')
     assert "recipe=chosen: act: Unexpected type annotation" in mistake(train, "recipe_path=literal", "recipe=chosen")
+    write(folder / "metre", "metre", width='3\n    unit: str = "m"')
+    assert "recipe=metre: a recipe has a unit of its own" in mistake(train, "recipe_path=metre", "recipe=metre")
     write(folder / "again", "gpt2again", imports="from recipes.gpt2 import GPT2\n")
     text = (folder / "again" / "gpt2again.py").read_text().replace('"gpt2again"', '"gpt2"')
     (folder / "again" / "gpt2again.py").write_text(text)

@@ -1105,7 +1105,7 @@ FAULTS = {
         "bf16",
         lambda: nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1), nn.Flatten(0)),
         batches=lambda: [{**batch, "x": 2000 + batch["x"]} for batch in regression()],
-        cure="keep_fp32(model, ['0'])",
+        cure="standardize batch['x']",
     ),
     "hours since 1970": Fault(
         INPUT,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import mantissa
+from mantissa.errors import UsageError
 
 
 @pytest.mark.parametrize("autocast", [True, False])
@@ -23,3 +25,37 @@ def test_islands_and_operators_need_no_more_than_what_a_cure_says(autocast: bool
         copied(x).sum().backward()
     assert all(weight.grad is not None for weight in copied.parameters())
     assert all(weight.grad is None for weight in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["fc"], "no submodule 'fc'; it has 0, 1"),
+        ([nn.Linear(1, 1)], "each of names must be a name, and is of type Linear"),
+        (None, "is of type NoneType"),
+    ],
+)
+def test_names_that_are_no_modules_are_refused(names: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        mantissa.keep_fp32(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), names)
+
+
+def test_a_bare_name_is_one_name() -> None:
+    model = nn.ModuleDict({"ab": nn.Linear(1, 1), "a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}).half()
+    mantissa.keep_fp32(model, "ab")
+    assert [name for name, weight in model.named_parameters() if weight.dtype == torch.float32] == [
+        "ab.weight",
+        "ab.bias",
+    ]
+
+
+@pytest.mark.parametrize("name", ["softmax", "torch.softmax", "F.softmax", "aten._softmax"])
+def test_an_operator_goes_by_any_of_its_names(name: str) -> None:
+    with mantissa.fp32_ops(name), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.ones(2, dtype=torch.bfloat16).softmax(0).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["softmaxx", "exp_", "@"])
+def test_what_no_operator_is_called_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=f"torch has no operator '{name}'"):
+        mantissa.fp32_ops([name])

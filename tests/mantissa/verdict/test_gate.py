@@ -8,6 +8,7 @@ import re
 import tomllib
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,3 +95,20 @@ def test_the_fixture_fails_the_test_with_the_report_and_writes_its_page(pytester
 def test_pytest_finds_the_plugin() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert import_module(project["entry-points"]["pytest11"]["mantissa"]).precision_gate
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"margin": "0.3%"}, "margin must be a number, such as 0.003, and is of type str"),
+        ({"margin": 1}, "margin=1 must be more than 0 and less than 1"),
+        ({"seeds": "4"}, "seeds must be a whole number"),
+        ({"max_seeds": 2.5}, "max_seeds must be a whole number"),
+        ({"arms": None}, "each of arms must be a name"),
+        ({"arms": "bf16"}, "must be two or more different precisions"),
+        ({"train": None}, "train must be a function"),
+    ],
+)
+def test_arguments_that_cannot_work(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        mantissa.precision_gate(**{"train": lambda precision, seed: 1 + 0.01 * seed} | options)

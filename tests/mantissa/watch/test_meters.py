@@ -79,3 +79,16 @@ def test_a_scale_that_grows_at_the_measured_step_is_the_one_before_and_its_gradi
     assert scaler.get_scale() == 2.0**16
     assert measured.overflow["bias.grad"] == pytest.approx(1 - 2**-11, abs=1e-3)
     assert not any("within a factor of 2" in text for text in said)
+
+
+def test_weights_that_an_update_makes_nan_are_told_once() -> None:
+    net = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 1))
+    optimizer, said = torch.optim.Adam(net.parameters(), eps=0.0), list[str]()
+    watch = mantissa.Watch(net, optimizer, every=2, precision="fp32", say=said.append)
+    for _ in range(6):
+        loss = net(torch.tensor([0, 1])).square().mean()  # the third row has a gradient of 0
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        watch.step(loss)
+    assert sum("Weights of parameter group 0 are not finite" in text for text in said) == 1

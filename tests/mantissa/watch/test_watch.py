@@ -419,13 +419,16 @@ def test_the_loss_is_found_in_what_a_model_returns(output: Callable[[Tensor], An
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"every": 0}, "every=0 must be 1 or more, such as 50"),
+        ({"every": 0}, "every=0 must be more than 0"),
         ({"on_failure": "stop"}, "use 'raise' or 'warn'"),
         ({"precision": "bf8"}, f"precision='bf8' is unknown; use one of {', '.join(FORMATS)}"),
         ({"model": nn.ReLU()}, "type ReLU"),
         ({"optimizer": torch.optim.SGD}, "type type"),
         ({"optimizer": object.__new__(torch.optim.SGD)}, "of a wrapper, the one inside"),
         ({"scaler": "bf16"}, "type str"),
+        ({"every": 2.5}, "every must be a whole number"),
+        ({"model": nn.LazyLinear(1)}, "lazy modules"),
+        ({"loss": 3}, "loss must be a function"),
     ],
 )
 def test_arguments_that_cannot_work(options: dict[str, Any], words: str) -> None:

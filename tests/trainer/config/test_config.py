@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import pytest
 
@@ -74,3 +75,18 @@ def test_flatten_names_the_choice_that_was_made() -> None:
     expected |= {"optimizer.options": {"momentum": 0.9, "nesterov": True}, "precision.mode": "fp32", "seed": 0}
     assert expected.items() <= flat.items()
     assert json.loads(json.dumps(flat)) == flat
+
+
+@dataclass
+class Sorted(Recipe):
+    name: ClassVar[str] = "sorted"
+    kind: str = "plain"
+
+
+@dataclass
+class OfSorted:
+    recipe: Sorted = field(default_factory=Sorted)
+
+
+def test_an_option_called_kind_does_not_hide_the_name_of_its_recipe() -> None:
+    assert flatten(OfSorted()) == {"recipe": "sorted", "recipe.kind": "plain"}
