@@ -179,15 +179,14 @@ class Recipe:
                 of = f"{type(self).__name__} (recipe={self.name})"
                 raise UserError(f"{of} has no {method}; write it, as recipes/bignet.py does")
 
-    def check_reads(self, data: DataSource, overrides: Iterable[str]) -> None:
-        """Raise UserError where data is chosen, and ``datasets`` has no use for it: its code does not name it."""
+    def check_reads(self, data: DataSource, typed: Iterable[str]) -> None:
+        """Raise UserError where ``datasets`` has no use for data that was ``typed``: its code does not name it."""
         code = inspect.unwrap(type(self).datasets).__code__
         used = [each.argrepr for each in dis.get_instructions(code) if each.opcode in {*dis.haslocal, *dis.hasfree}]
         named = set(", ".join(used).split(", "))  # some instructions have two
         if data.kind != DataSource.kind and named.isdisjoint(code.co_varnames[1:2]):
-            typed = shlex.join(each for each in overrides if each.startswith(("data=", "data.")))
             problem = f"recipe={self.name} opens its own data, and cannot read data={data.kind}"
-            raise UserError(problem, *[""] * bool(typed), mistake=typed)
+            raise UserError(problem, "", mistake=shlex.join(typed))
 
     @staticmethod
     def of(

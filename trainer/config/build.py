@@ -53,4 +53,6 @@ def build(
     }
     components |= {"recipe": recipe} if recipe is not None else {}
     kept = tuple(each for each in overrides if not key_of(each).startswith(("-", "hydra")))
+    if data := [each for each in kept if key_of(each) == "data" or key_of(each).startswith("data.")]:
+        components["recipe"].check_reads(components["data"], data)
     return Config(**components, source=source, typed=typed, overrides=kept)

@@ -169,7 +169,8 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     for entry in options(config):
         value = getattr(config, entry.name)
         if dataclasses.is_dataclass(value):
-            kind = getattr(value, "name" if entry.name == "recipe" else "kind", None)
+            name = getattr(value, "name", None)
+            kind = name if entry.name == "recipe" else getattr(value, "kind", name)
             if isinstance(kind, str):
                 flat[f"{prefix}{entry.name}"] = kind
             flat |= flatten(value, f"{prefix}{entry.name}.")

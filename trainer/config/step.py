@@ -113,7 +113,6 @@ class StepConfig:
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed={self.seed} must lie between 0 and 4294967295")
         self.recipe.check_complete()
-        self.recipe.check_reads(self.data, self.overrides)
         check_named(self.metrics or [])
         self.scaler.check(self.precision.format)
         self.precision.check_operators()

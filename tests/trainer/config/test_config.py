@@ -43,9 +43,9 @@ def test_data_is_refused_by_a_recipe_that_has_no_use_for_it() -> None:
         def datasets(self, data: Any, seed: int) -> Datasets:
             return super().datasets(data, seed)
 
-    Config(Reads(), Digits(), overrides=("data=digits",))
+    Reads().check_reads(Digits(), ["data=digits"])
     with pytest.raises(UserError, match=r"cannot read data=digits; leave data=digits data.labels=3 out"):
-        Config(SmallConvNet(), Digits(), overrides=("steps=2", "data=digits", "data.labels=3"))
+        SmallConvNet().check_reads(Digits(), ["data=digits", "data.labels=3"])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
