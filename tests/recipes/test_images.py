@@ -78,7 +78,7 @@ def test_a_damaged_image_is_named_or_replaced(tmp_path: Path, caplog: pytest.Log
     for each in tmp_path.rglob("*.png"):
         each.write_text("not an image")
     with pytest.raises(UserError, match="not one of 18 images can be decoded"):
-        ImageFolder(path=str(tmp_path), on_error="skip").images(16)
+        ImageFolder(path=str(tmp_path), on_error="skip").images(16).train.batch(samples)
 
 
 # ------------------------------------------------------------------------------------------ all sources
