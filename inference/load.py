@@ -116,12 +116,9 @@ def open_exported(given: str, path: Path) -> Exported:
     classifier = "arch" in config and "classes" in config
     name = str(config.get("recipe", "resnet" if classifier else config.get("model_type")))
     known = list(groups()["recipe"]) if "recipe" in config else [*RECIPES, *["resnet"] * classifier]
-    if name not in known:  # such as transformers' own ResNet
-        kind = (config.get("architectures") or [f"a model of type {name}"])[0]
-        raise UserError(
-            f"run={given}: config.json is of {kind:.60}, which no recipe reads; use a folder of one of "
-            f"{', '.join(known)}, or a run"
-        )
+    if name not in known:  # such as transformers' own ResNet, or timm's folders
+        kind = (config.get("architectures") or [config.get("architecture", f"a model of type {name}")])[0]
+        raise UserError(f"run={given}: config.json is of {kind:.60}, which is not read here; give a run or its best/")
     return Exported(given, path, config, None, name)
 
 

@@ -59,12 +59,12 @@ def names_in(name: str, given: Any) -> list[str]:
 
 
 def most_like(typed: str, valid: Iterable[str]) -> str:
-    """Return the name of which one sign was mistyped, or the order; empty: there is none.
+    """Return the name of which one sign was mistyped, or the order, or a number follows; empty: there is none.
 
     Another digit is another thing: nobody who types fp12 means fp16.
     """
-    names = list(valid)
-    return next((name for is_near in (_same_letters, _one_differs) for name in names if is_near(typed, name)), "")
+    names, nearness = list(valid), (_same_letters, _one_differs, _is_numbered)
+    return next((name for is_near in nearness for name in names if is_near(typed, name)), "")
 
 
 def _same_letters(typed: str, name: str) -> bool:
@@ -76,6 +76,10 @@ def _one_differs(typed: str, name: str) -> bool:
     changes = [change for change in changes if change[0] != "equal"]
     (_, start, end, first, last), *others = changes
     return not others and max(end - start, last - first) == 1 and not typed[start:end].isdigit()
+
+
+def _is_numbered(typed: str, name: str) -> bool:
+    return typed.rstrip("0123456789") == name  # as resnet50
 
 
 def nearest(typed: str, valid: Iterable[str], prefix: str = "") -> str:

@@ -124,6 +124,8 @@ class SizedRecipe(Recipe):
         from transformers import AutoConfig
 
         path, key = Path(str(self.pretrained)).expanduser(), f"init_from={self.pretrained}"
+        if path.is_file() and (path.parent / "config.json").is_file():
+            raise UserError(f"{key} is one file of a model", f"init_from={shlex.quote(str(path.parent))}")
         if path.exists() and not os.path.lexists(path / "config.json"):
             if saved := [*path.glob("*/config.json"), *path.glob("snapshots/*/config.json")]:  # of the hub's cache
                 newest = max(saved, key=lambda file: (len(file.parent.name), file)).parent

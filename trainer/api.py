@@ -13,6 +13,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from trainer.config import compose as overrides
@@ -87,6 +88,9 @@ def train(*given: Config | Recipe | str, **options: Any) -> Trained:
         Interrupted: see above.
     """
     end_if_repeated()
+    if not torch.is_grad_enabled() or any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        around = "autocast" if torch.is_grad_enabled() else "no_grad"
+        raise UserError(f"train is called inside of torch.{around}; call it outside, and set precision=")
     config = compose(*given, **options)
     try:
         return _train(config)

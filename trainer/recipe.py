@@ -362,10 +362,9 @@ class UserRecipe(Recipe):
         if self.model is None:
             raise UserError(
                 "recipe=own is the model and the data of a Python program; give them there, as in "
-                "trainer.train(Recipe.of(model, loss, train_dataset, valid_dataset)), also to resume or evaluate a run"
+                "trainer.train(Recipe.of(model, loss, train_dataset, valid_dataset)), also to resume or evaluate a "
+                "run, or examine a step with mantissa.examine(model, loss, batches)"
             )
-        if context.data.kind != DataSource.kind:
-            raise UserError(f"data={context.data.kind} has no effect: Recipe.of has its own data", "", mistake="data")
         return self, []
 
     def sizes(self, hardware: Hardware) -> Sizes:

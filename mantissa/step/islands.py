@@ -13,7 +13,6 @@ from torch import nn
 
 from mantissa.display import shortened
 from mantissa.errors import FormatError, UsageError, names_in, nearest
-from mantissa.tensors import check_model
 
 entered = False
 """Whether the program is inside of an island. Of the whole process, as autocast's own state is."""
@@ -50,7 +49,6 @@ def keep_fp32(
             Of other modules that are never called, the code that uses their weights computes as before.
         UsageError: the model has no such submodule.
     """
-    check_model(model)
     names, known = names_in("names", names), [name for name, _ in model.named_modules(remove_duplicate=False)]
     for name in set(names) - set(known):
         raise UsageError(f"the model has no submodule {name!r}{nearest(name, known)}; it has {shortened(known[1:])}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -74,6 +75,9 @@ def precision_gate(
         comparison.run(range(count), run, store)
         if {quality.verdict for quality in comparison.verdicts.values()} - {"", EQUIVALENT} != {INCONCLUSIVE}:
             break  # more seeds would decide nothing, or change nothing
+    for arm, row in comparison.rows.items():
+        if row.quality.differences and not any(row.quality.differences):
+            warnings.warn(f"{arm} is equal to {comparison.baseline} in every digit; does train use it?", stacklevel=2)
     called = f"mantissa.precision_gate(…, arms={tuple(arms)})"
     page = write(comparison, report, called)
     if not comparison.equivalent:

@@ -34,7 +34,7 @@ TRAIN = r"""
 - | presicion=bf16 | presicion is not a key
 - | recipe.sise=mini | ; set recipe.size=mini
 - | recipe=gpt2 recipe.n_layer=2 | recipe.n_layer is not a key of the config; recipe has size,
-- | recipe=resnet50 | there is no recipe/resnet50
+- | recipe=resnet50 | ; set recipe=resnet
 - | device=tpu | device=tpu is not a device (cpu, cuda
 - | metrics=[f1_marco] | metrics=[f1_marco] is not one of accuracy,
 - | +typo=1 | typo is not a key of the config … --cfg job

@@ -192,7 +192,7 @@ def test_an_interrupted_run_continues_as_if_it_had_not_been(capsys: pytest.Captu
     calls: list[int] = []
 
     def interrupting(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        calls.append(signal.raise_signal(signal.SIGINT) if len(calls) == 21 else None)  # type: ignore[func-returns-value, arg-type]
+        calls.append(signal.raise_signal(signal.SIGINT) if len(calls) == 25 else None)  # type: ignore[func-returns-value, arg-type]
         return mean(model, batch)
 
     with pytest.raises(KeyboardInterrupt, match=r'train\(Recipe.of\(…\), resume="outputs/own-fp32-s0"\)') as stopped:
@@ -326,7 +326,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "give options, as": lambda: train(200),  # type: ignore[arg-type]
     "steps=<object": lambda: compose(steps=object()),
     "or a config alone": lambda: train(compose(), steps=3),
-    "data=synthetic has no effect": lambda: train(own(), data="synthetic"),
+    "cannot read data=synthetic": lambda: train(own(), data="synthetic"),
     "recipe.width=3 has no effect": lambda: train(own(), recipe={"width": 3}),
     "give them there": lambda: train("recipe=own"),
     "is a fresh process": lambda: compare(own(), arms=["fp32", "bf16"]),  # type: ignore[arg-type]
@@ -349,6 +349,12 @@ MISTAKES: dict[str, Callable[[], object]] = {
 def test_mistakes_are_exceptions_with_the_sentence_of_the_command_line(message: str) -> None:
     with pytest.raises(UserError, match=message):
         MISTAKES[message]()
+
+
+@pytest.mark.parametrize("around", [torch.autocast("cpu"), torch.no_grad()], ids=["autocast", "no_grad"])
+def test_training_inside_of_what_changes_it_is_refused(around: Any) -> None:
+    with around, pytest.raises(UserError, match="train is called inside of"):
+        train(own(), **OPTIONS)
 
 
 def test_python_values_arrive_as_they_are() -> None:

@@ -132,7 +132,8 @@ def _why(file: Path, error: Exception) -> str:
     # Keep only the reason, the first sentence: torch's next ones advise to run the file's code.
     why = re.split(r"(?<=\S)\.(?: |$)", first_line(error.__context__ or error))[0]
     size = f"{file.stat().st_size:,} bytes"
-    return f"cannot be read as safetensors or torch's ({size}: {why}); copy it again, or {_WANTED}"
+    what = f"cannot be read as safetensors or torch's ({size}: {why})"
+    return f"{what}; unpack it if it is an archive, copy it again if it was cut off, else {_WANTED}"
 
 
 def _files(path: Path, key: str) -> list[Path]:

@@ -206,7 +206,7 @@ def _check_names(override: Override) -> None:
         if near and head not in groups:
             remedy = shlex.quote(typed.replace(head, near, 1))
             raise UserError(
-                f"{head} is not a key of the config (--cfg job shows all)", remedy, mistake=shlex.quote(typed)
+                f"{head} is not a key of the config (train.py --cfg job shows all)", remedy, mistake=shlex.quote(typed)
             )
         return
     if override.is_add():
@@ -221,6 +221,7 @@ def _check_names(override: Override) -> None:
         chosen = []
     else:
         chosen = [*map(str, value)] if isinstance(value, list) else ["null" if value is None else str(value)]
+    known = [*known, *(external_recipes.find_modules() if key == "recipe" else ())]
     for name in chosen:
         if name not in known and not (key == "recipe" and _may_be_a_class(name)):
             meaning = format_name(name) if key == "precision" else name

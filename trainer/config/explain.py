@@ -118,7 +118,7 @@ def _unknown(key: str, owner: Any, value: str, where: str) -> UserError:
             return meant(near, value, problem, typed)
         return UserError(f"{problem}: did you mean {ours}?", *([f"{ours}={value}"] if value else []), mistake=typed)
     typable = ", ".join(name for name in options if f"{group}.{name}" != PRETRAINED)
-    return UserError(f"{problem}; {group} has {typable}; --cfg job shows all of them")
+    return UserError(f"{problem}; {group} has {typable}; train.py --cfg job shows all of them")
 
 
 def meant(key: str, value: str, problem: str, typed: str) -> UserError:
@@ -144,7 +144,7 @@ def meant(key: str, value: str, problem: str, typed: str) -> UserError:
     if ours == name and name not in known:
         ours = intended_key(most_like(name, [*(each for each in known if "." not in each), *OTHER_NAMES]))
         if not ours:
-            return UserError(f"{problem}; --cfg job shows all of them")
+            return UserError(f"{problem}; train.py --cfg job shows all of them")
     key = ours.partition("=")[0]
     if key != name:
         problem += f": here it is {key}" + (f" ({', '.join(config.choices(key))})" if config.choices(key) else "")

@@ -150,7 +150,7 @@ def _refuse_unknown(node: DictConfig, cls: type, prefix: str) -> None:
     for key in map(str, node):
         if key not in fields:
             near = nearest(key, fields, prefix)
-            raise UserError(f"{prefix}{key} is not a key of the config{near}; --cfg job shows all of them")
+            raise UserError(f"{prefix}{key} is not a key of the config{near}; train.py --cfg job shows all of them")
         child = node._get_node(key)
         if isinstance(child, DictConfig) and not child._is_missing() and not child._is_none():
             child_type = OmegaConf.get_type(child)

@@ -19,7 +19,7 @@ from mantissa.names import format_name as format_name_of
 from trainer.checkpoint import store as checkpoint
 from trainer.config.commands import compare_command
 from trainer.config.schema import Config
-from trainer.errors import RunError
+from trainer.errors import RunError, redacted
 from trainer.files import BEST, PRECISION_FILE, command, read_object, run_facts
 from trainer.hardware import NATIVE, Hardware
 from trainer.optim.ema import ExponentialMovingAverage
@@ -264,7 +264,9 @@ def following(config: Config, datasets: Any, folder: Path, mlflow: str) -> list[
             lines.append((command(shown[0], [f"run={folder}", *shown[1:]]), ""))
     lines.append((compare_command(folder, config), ""))
     if mlflow:
-        lines.append((command("ui.py"), f"all runs in MLflow; this one is {mlflow}"))
+        uri = config.tracking.uri or ""
+        store = [f"uri={uri}"] * bool(uri and redacted(uri) == uri)  # a password is not shown
+        lines.append((command("ui.py", store), f"all runs in MLflow; this one is {mlflow}"))
     return [(line, about_it) for line, about_it in lines if line]
 
 

@@ -135,8 +135,9 @@ class TextFiles(TokenizedText):
             ) from None
         for key, name in (("data.path", self.path), ("data.test", self.test)):
             path = Path(name or ".").expanduser()
-            if not path.exists() and "*" in path.name:
-                remedy = f"{typed(key, str(path.parent))} data.pattern={shlex.quote(path.name)}"
+            if not path.exists() and "*" in str(path):
+                folder = next(each for each in path.parents if "*" not in str(each))
+                remedy = f"{typed(key, str(folder))} data.pattern={shlex.quote(str(path.relative_to(folder)))}"
                 raise UserError(f"{key}={name}: there is no such file or folder", remedy)
             if not path.exists():
                 raise missing(f"{key}={name}")

@@ -52,7 +52,7 @@ def test_early_stopping_waits_for_an_improvement_by_more_than_min_delta(
 
 def test_a_metric_that_does_not_exist_is_refused() -> None:
     known = ["loss", "top1"]
-    with pytest.raises(UserError, match=r" \(valid/loss, valid/top1\); set checkpoint.best=valid/top1$"):
+    with pytest.raises(UserError, match=r" \(valid/loss, valid/top1\); set checkpoint.best=valid/loss$"):
         scores("checkpoint.best=valid/acc").check_known(lambda: known)
     with pytest.raises(UserError, match=r"early_stopping.metric=loss is not .* \(valid/loss, valid/top1\)"):
         scores("early_stopping.patience=2", "early_stopping.metric=loss").check_known(lambda: known)
