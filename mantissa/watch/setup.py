@@ -75,6 +75,10 @@ class FirstStep:
         # What the passes show.
         self.autocast: dict[str, torch.dtype | None] = {}
         """Autocast dtype in the forward passes, by submodule that multiplies; None: off in all."""
+        self.islands: set[str] = set()
+        """Those that were called outside of autocast by a module that was called in it."""
+        self._around: list[bool] = []
+        """Whether each module that has not returned yet was called in autocast, from the outermost to the innermost."""
         self.calls: Counter[str] = Counter()
         self._scaled: dict[int, torch.Tensor] = {}
         """Norm of each gradient as backward left it, with the loss scale."""
@@ -102,6 +106,9 @@ class FirstStep:
             multiplies = any(weight.ndim > 1 for weight in module.parameters(recurse=False))
             if multiplies and not isinstance(module, nn.Embedding):
                 self._hooks.callback(module.register_forward_pre_hook(Listener(partial(self._called, name))).remove)
+            if next(module.children(), None) is not None:
+                self._hooks.callback(module.register_forward_pre_hook(Listener(self._entered)).remove)
+                self._hooks.callback(module.register_forward_hook(Listener(self._left), always_call=True).remove)
         scaled = [weight for weight in changed_by(optimizer) if weight.requires_grad and weight.is_leaf]
         for weight in scaled if hooked and scale.enabled else ():
             self._hooks.callback(weight.register_hook(Listener(partial(self._accumulates, weight))).remove)
@@ -114,6 +121,16 @@ class FirstStep:
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
             self.autocast[name] = dtype or self.autocast.get(name)  # out of it in one pass of several, on purpose
             self.calls[name] += 1
+            if dtype is None and self._around and self._around[-1]:
+                self.islands.add(name)
+
+    @observing
+    def _entered(self, *_: Any) -> None:
+        self._around.append(torch.is_autocast_enabled(self.device.type))
+
+    @observing
+    def _left(self, *_: Any) -> None:
+        self._around.pop()
 
     @observing
     @torch.no_grad()
@@ -290,7 +307,7 @@ def _autocast(first: FirstStep, format: Format | None) -> Aspect:
     wanted = format.autocast if format else None
     name = f"precision={format.name}" if format else ""
     entered = {dtype for dtype in seen.values() if dtype}
-    off = [module for module, dtype in seen.items() if dtype is None]
+    off = [module for module, dtype in seen.items() if dtype is None and module in first.islands]
     if seen and wanted and wanted not in entered | {policy.param_dtype for policy, _ in policies(first.model)}:
         ran = f"in autocast to {_counted(entered)}" if entered else "without it"
         asked = f"{name} asks for autocast to {_counted([wanted])}, but the forward ran {ran}"

@@ -35,6 +35,7 @@ UNREACHED = 50
 """Steps in which a weight has no gradient, from the first on, before that is said."""
 SKIPS = 10
 """Steps that a loss scaler skips, of the last ``2 x SKIPS - 1``, before that is a failure."""
+_OUTSIDE = "its loss is computed outside of the model: return it there, or give Watch(loss=…) and watch.keep(batch)"
 
 
 class Watch:
@@ -138,7 +139,8 @@ class Watch:
         self._numbers = count(1)
         self._entered: Pass | None = None
         """Forward pass that has not returned yet."""
-        self._returns_loss = False
+        self._knows_loss = loss is not None
+        """Whether a replay has the loss of the loop; False: it takes a stand-in."""
 
         # The first step is looked at closely, every so many steps one is measured.
         self._first = FirstStep(self.model, inner, self._scale, not self.compiled, self._not_measured)
@@ -213,7 +215,7 @@ class Watch:
             return
         loss = loss_in(output)
         if loss is not None:
-            self._returns_loss, entered.loss = True, loss.detach()
+            self._knows_loss, entered.loss = True, loss.detach()
         held = [entered]
 
         def count_pass(gradients: Any) -> None:
@@ -480,20 +482,21 @@ class Watch:
         began = f"step {step.number}: {reason}" + (f" ({rank}, which replays its own batches)" if rank else "")
         try:
             report = self._replay(step)
+            if report.diagnosis.finite and not self._knows_loss:  # what is finite is the stand-in
+                raise FormatError(_OUTSIDE)
         except Exception as error:  # of any kind: what is in a model decides
             ended = f"{began}; the step cannot be replayed: {error}"
         else:
             page = report.write(self._folder / rank, "mantissa.Watch(…)")
             differences = {
                 "the run is compiled, and its replay is eager": self.compiled,
-                "the loss is not known: give Watch(loss=…)": self._loss is None and not self._returns_loss,
+                _OUTSIDE: not self._knows_loss,
                 "the replay has the weights of after the update": step.updates > 0 and not self._start.later,
             }
             notes = [f"note: {difference}" for difference, holds in differences.items() if holds]
             self._say("\n".join([began, str(report), *notes, f"written to {page}"]))
-            cause = ["its replay is finite"]
-            if report.findings and not report.diagnosis.finite:
-                cause = report.findings[0].parts
+            found = report.findings and not report.diagnosis.finite
+            cause = report.findings[0].parts if found else ["its replay is finite"]
             ended = "; ".join([began, *cause, f"see {page}"])
         if self._raises:
             raise NotFiniteError(ended)

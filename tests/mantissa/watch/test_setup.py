@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,11 +28,11 @@ class Net(nn.Module):
         self.inner = nn.Linear(8, 8)
         self.head = nn.Linear(8, 16, bias=False)
         self.head.weight = self.embed.weight
-        self.island = False
+        self.inside: Callable[[], Any] = nullcontext
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embed(tokens)
-        with torch.autocast("cpu", enabled=False) if self.island else nullcontext():
+        with self.inside():
             hidden = self.inner(hidden.to(self.inner.weight.dtype))
         return self.head(hidden.to(self.head.weight.dtype))
 
@@ -171,6 +172,10 @@ def penalised(net: Net) -> None:
     net.register_forward_hook(again)
 
 
+def around_inner(**options: Any) -> Callable[[Net], None]:
+    return lambda net: setattr(net, "inside", partial(torch.autocast, "cpu", **options))
+
+
 def listed(net: Net, kind: type = list) -> None:
     """Let a layer of the forward pass be in a list, which the model does not see."""
     net.others = kind([nn.Linear(8, 8)])
@@ -189,6 +194,7 @@ def untied(net: Net) -> None:
         (None, {"autocast": BF16}),
         ("bf16", {"autocast": BF16}),
         ("bf16", {"autocast": BF16, "change": penalised}),
+        ("bf16", {"change": around_inner(dtype=BF16)}),
         ("bf16_pure", {"dtype": BF16, "passes": 2}),
         ("bf16_master", {"dtype": BF16, "made": masters}),
         ("fp16", {"autocast": FP16, "scale": 65536}),
@@ -228,7 +234,7 @@ DIFFERENCES: list[Row] = [
     (("asks for no autocast", "in autocast to bfloat16"), {"autocast": BF16}, {"autocast": None}),
     (
         ("Autocast is off in 1 module (inner)", "autocast(enabled=False)"),
-        {"precision": "bf16", "autocast": BF16, "change": lambda net: setattr(net, "island", True)},
+        {"precision": "bf16", "autocast": BF16, "change": around_inner(enabled=False)},
         {"change": None},
     ),
     (("no weight had a gradient, so", "zero_grad after"), {"step": after_zero_grad(True)}, {"step": plain}),

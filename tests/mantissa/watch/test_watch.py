@@ -231,6 +231,12 @@ def with_a_loss_of_its_own(net: nn.Module, optimizer: Any) -> None:
     optimizer.step()
 
 
+def with_a_loss_of_its_own_over_nothing(net: nn.Module, optimizer: Any) -> None:
+    scores = net(torch.full((4, 4), 9.0))
+    (scores.sum() / scores.detach().new_zeros(())).backward()
+    optimizer.step()
+
+
 def in_a_closure(net: nn.Module, optimizer: Any) -> None:
     def closure() -> Tensor:
         loss: Tensor = net(torch.full((4, 4), -9.0), torch.zeros(4, dtype=torch.long))[1]
@@ -244,6 +250,7 @@ def in_a_closure(net: nn.Module, optimizer: Any) -> None:
     ("net", "step", "error", "note"),
     [
         (Net, with_a_loss_of_its_own, "root", "give Watch(loss=…)"),
+        (Net, with_a_loss_of_its_own_over_nothing, r"cannot be replayed: .* give Watch\(loss=…\).*watch.keep", ""),
         (Net, in_a_closure, "step 1: the loss is not finite", "the replay has the weights of after the update"),
         (Bound, stepped, "cannot be replayed: .*bound to a socket", ""),
     ],
