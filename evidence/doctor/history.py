@@ -17,7 +17,7 @@ _FLAT = 0.03
 """Share of the first loss up to which a difference is none."""
 _FEWEST = 20
 """Steps from which on a run can be said to have learned nothing."""
-_LEAST = 5
+_LEAST = 10
 """Recorded losses from which on that can be said."""
 _TIMES = 5.0
 """How many times the usual change from one recorded loss to the next is no progress."""
@@ -35,8 +35,6 @@ class History(NamedTuple):
     """Number of the step from which on training is followed: some before the loss left its course."""
     wrong: str
     """How the loss went wrong, in words; empty: it did not, as far as is recorded."""
-    fell: bool = False
-    """Whether it ended lower than it began all the same."""
 
 
 def read_history(folder: Path, at: int, failed: bool) -> History:
@@ -80,8 +78,7 @@ def _ended(steps: list[int], values: list[float], at: int) -> History:
     if learned > flat and end <= best + learned / 2 + flat:
         return History(before(at), "")
     lowest = steps[means.index(best) * few] if learned > flat else 1
-    fell = end < began - _FLAT * abs(began)
-    return History(before(lowest), _words(steps, values, began, end), fell)
+    return History(before(lowest), _words(steps, values, began, end))
 
 
 def _words(steps: list[int], values: list[float], began: float, end: float) -> str:

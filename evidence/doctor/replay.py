@@ -71,7 +71,7 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> tuple[TakenStep,
     taken = _take(config, wanted, start, folder, failure)
     finished = not step and not failed_at and summary.get("status") == "FINISHED"
     notes = taken.notes + _differences(summary)
-    return replace(taken, notes=notes, finished=finished, history=history.wrong, fell=history.fell), config
+    return replace(taken, notes=notes, finished=finished, history=history.wrong), config
 
 
 def _take(

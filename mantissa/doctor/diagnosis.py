@@ -86,8 +86,6 @@ class TakenStep:
     """An earlier step of the same run, before its loss left its course; None: the step itself."""
     history: str = ""
     """How its loss went wrong by its record; empty: it did not, or there is none."""
-    fell: bool = False
-    """Whether it ended lower than it began all the same: then the record alone is no fault."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -155,11 +153,10 @@ class Diagnosis:
     @property
     def findings(self) -> list[Finding]:
         """The faults of the step, else how the run went by its record; and the checks that crashed."""
-        return [*self.known, *self.record(), *self._crashes()]
+        return [*self.known, *self._record(), *self._crashes()]
 
-    def record(self) -> Iterator[Finding]:
-        """Yield that the loss of the run did not fall, where no fault explains it."""
-        if self.taken.history and not self.taken.fell and not self.faults:
+    def _record(self) -> Iterator[Finding]:
+        if self.taken.history and not self.faults:
             yield Finding(NO_PROGRESS, UPDATE, "", self.taken.precision, detail=self.taken.history)
 
     def _crashes(self) -> Iterator[Finding]:
@@ -408,7 +405,7 @@ def _other_format(result: Diagnosis) -> Format | None:
 def _verdict(result: Diagnosis) -> str:
     """Return the verdict; what is not reproduced is noted with what to do."""
     taken, as_run = result.taken, result.sweep.as_run
-    if result.faults or any(result.record()):
+    if result.faults or taken.history:
         return FOUND
     if result.budget.crashes:
         return CRASHED

@@ -25,6 +25,9 @@ of that again."""
 _NO_PROGRESS, _CLEAR_PROGRESS = 0.03, 0.15
 """Of its size: training learns nothing if the loss falls by less than the first, and what lets it fall by more than
 the second is the cause; by more than the first, of a training that rises by as much."""
+_TWICE = 2.0
+"""How many times as much a run that failed has to learn without the cause. A loss that rises to so many times that of
+weights that stand still, though it comes back, needs a cause: then any more is enough."""
 _FACTOR, _TINY = 16.0, 1e-3
 """From the first on a constant factor of the loss is tried as the cause; gradients below the second one, as a share of
 the optimizer's eps, move no weight."""
@@ -65,10 +68,13 @@ def explosion(
     clear = _NO_PROGRESS if share < -_NO_PROGRESS else _CLEAR_PROGRESS
     if not (grows or failed) and share > _NO_PROGRESS:
         return None
+    # Chaos may end low by chance: what shot up on the way was no good training.
+    shoots_up = bool((exact > _TWICE * still.abs()).any())
+    as_much = share if shoots_up else _TWICE * share
 
     # What happens, in words.
     broken = (~exact.isfinite()).nonzero()
-    peak = f" (at most {exact.max():.4g})" if grows else ""  # from which it may have come back
+    peak = f" (at most {exact.max():.4g})" if grows or shoots_up else ""  # from which it may have come back
     last = f"{exact[-1]:.4g}{peak}" if not len(broken) else f"not finite at step {step.number + int(broken[0])}"
     went = f"in {dtype_name(step.exact_dtype)} the loss goes from {exact[0]:.4g} to {last} in {len(exact)} steps"
 
@@ -79,7 +85,7 @@ def explosion(
         if not goes_on():
             break
         losses = _without(cause, step, batches)
-        least = 0.0 if grows or cause.kind == UNDERFLOW else max(clear, 2 * share)
+        least = 0.0 if grows or cause.kind == UNDERFLOW else max(clear, as_much)
         learned = -math.inf if explodes(losses, still) else _learned(losses, still)
         # A lower rate hides what an option does, for some steps.
         more = most * _MORE if best is not None and (best.kind, cause.kind) == (OPTION, RATE) else most

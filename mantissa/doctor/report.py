@@ -51,7 +51,7 @@ def lines(diagnosis: Diagnosis) -> list[str]:
         text.append(scales.text() + ("" if helps else "; no scale cures a forward overflow"))
 
     # How the run went by its record, what is unusual, and what was not examined.
-    text += [f"note: {taken.history}"] if taken.history and (diagnosis.faults or taken.fell) else []
+    text += [f"note: {taken.history}"] if taken.history and diagnosis.faults else []
     text += [f"note: {note}" for note in diagnosis.notes]
     text += [f"left out: {item}" for item in diagnosis.budget.left_out]
     if diagnosis.not_asked and diagnosis.not_made:  # a choice of the user's

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import mantissa
 from mantissa.doctor.budget import Budget, LeftOutError
 from mantissa.doctor.course import NOT_TRAINED, Course
-from mantissa.doctor.explosion import losses_of
+from mantissa.doctor.explosion import explosion, losses_of
 from mantissa.doctor.finding import DOMAIN, OPTION, OVERFLOW, RATE, Cure
 from mantissa.doctor.outliers import without_outliers
 from mantissa.formats import BF16, FORMATS, plain
@@ -180,3 +180,15 @@ def test_where_training_rises_what_lets_it_learn_a_little_is_the_cause() -> None
     finding = Course(step, Budget(600, step)).explosion()
     assert finding is not None
     assert finding.kind == OPTION
+
+
+@pytest.mark.parametrize(("peak", "kind"), [(1.0, None), (3.0, RATE)])
+def test_what_shot_up_and_came_back_is_no_standard_for_a_lower_rate(peak: float, kind: str | None) -> None:
+    step = of_loop("fp32", 1.0)
+    batches = step.following(30)
+    still = losses_of(step.at_rate(0.0).exact(), batches)
+    lower = losses_of(step.at_rate(0.1).exact(), batches)
+    exact = still - (still - lower) / 1.5  # learns two thirds of what the lower rate does
+    exact[5] = peak * still[5]
+    finding = explosion(step, batches, exact, failed=True)
+    assert (finding and finding.kind) == kind
