@@ -29,7 +29,7 @@ report = mantissa.examine(model, loss, batches, "bf16", optimizer, checks=["form
 """
 GATE = """
 def train(precision, seed):
-    return 2 + 0.01 * (seed * 7 % 5) + 1e-5 * (len(precision) * seed % 3)
+    return 2 + 0.01 * (seed * 7 % 5) + 1e-5 * (seed % 3 + 1 + (precision == "bf16"))
 mantissa.precision_gate(train, ("fp32", "bf16"), report=folder)
 """
 Edits = dict[str, str]

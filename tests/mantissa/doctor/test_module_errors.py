@@ -65,7 +65,8 @@ def test_changes_in_place_are_followed(mode: str) -> None:
 def test_a_call_that_cannot_be_repeated_is_named() -> None:
     errors = local_errors(step_of(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Computes(lambda _, x: x.mul_(2)))))
     assert errors.findings == ()
-    assert errors.left_out == ("errors of 1 (it cannot be called alone (RuntimeError))",)
+    assert len(errors.left_out) == 1
+    assert errors.left_out[0].startswith("errors of 1 (it cannot be called alone (RuntimeError: ")
 
 
 def test_numbers_are_rounded_as_in_the_format() -> None:
