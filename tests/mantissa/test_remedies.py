@@ -88,7 +88,7 @@ PROGRAMS: list[tuple[str, Edits, str, Edits]] = [
         {"model.log = ": "log = "},
     ),
     # the gate
-    (GATE, {"return 2": "found = 2"}, "let it return the final loss", {"found = 2": "return 2"}),
+    (GATE, {"return 2": "found = 2"}, "train must return the final loss", {"found = 2": "return 2"}),
 ]
 """A program, the mistake in it, what the message says to do, and that done."""
 
