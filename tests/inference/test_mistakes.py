@@ -17,8 +17,8 @@ TABLE = """
 EVALUATE run=photos | - | the folder has no config.json, so it is no run and no exported model
 EVALUATE run=empty | - | has no weights in empty/best: it has no checkpoint either
 EVALUATE run=unsaved | - | it was trained with checkpoint=none, which keeps none
-EVALUATE run=foreign | - | config.json is of a model of type mamba, which no recipe reads
-EVALUATE run=resnet | - | config.json is of ResNetForImageClassification, which no recipe reads
+EVALUATE run=foreign | - | config.json is of a model of type mamba, which is not read here
+EVALUATE run=resnet | - | config.json is of ResNetForImageClassification, which is not read here
 generate prompt=a max_new_tokens=4 run=bare | - | run=bare has no tokenizer that opens
 EVALUATE run=bare data=text data.path=text.txt | - | run=bare has no tokenizer that opens
 generate max_new_tokens=4 run=small | prompt=fox | the model of run=small knows 90; give it the tokenizer

@@ -109,7 +109,7 @@ TAKEN: dict[str, tuple[Write, str]] = {
     "checkpoint-9": (folder({"pytorch_model.bin": saved(STATE), "optimizer.pt": saved(ADAM)}), ""),
     "both forms": (folder({"model.safetensors": partial(save_file, STATE), "pytorch_model.bin": saved(ADAM)}), ""),
 }
-CLOSED = r"cannot be opened as weights: {} cannot be read .*\((?!.*safe_globals).+\); copy it again, or give what torch"
+CLOSED = r"cannot be opened as weights: {} cannot be read .*\((?!.*safe_globals).+\); unpack it .* else give what torch"
 REFUSED: dict[str, tuple[Write, str]] = {
     "code.pth": (saved({"model": STATE, "x": Ran()}), CLOSED),
     "older code.pth": (saved({"model": STATE, "x": Ran()}, older=True), CLOSED),
@@ -117,8 +117,8 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "module.pth": (saved(NET), CLOSED),
     "script.pt": (script, CLOSED),
     "noise.bin": (text("what is this"), CLOSED),
-    "cut.pth": (saved(STATE, share=0.5), r"{} cannot be read .*\([\d,]+ bytes: .*; copy it again"),
-    "cut.safetensors": (cut_safetensors(0.9), r"{} cannot be read .*\([\d,]+ bytes: .*; copy it again"),
+    "cut.pth": (saved(STATE, share=0.5), r"{} cannot be read .*\([\d,]+ bytes: .*, copy it again"),
+    "cut.safetensors": (cut_safetensors(0.9), r"{} cannot be read .*\([\d,]+ bytes: .*, copy it again"),
     "cut shard": (folder(SHARDS | {PLACES["stem.bias"]: cut_safetensors(0.9)}), "00002.safetensors cannot be read"),
     "empty.pth": (text(""), r"{} cannot be read .*\(0 bytes: "),
     "pointer.safetensors": (text("version https://git-lfs.github.com/spec/v1"), "{} is a pointer of Git LFS; git lfs"),
