@@ -359,7 +359,7 @@ def test_a_body_without_a_head_gets_one_and_what_is_left_out_is_said(
     caplog.clear()
     trainer_of(*options("bert", tmp_path / "model"))
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    said = list(dict.fromkeys(line for line in warned if line.startswith("init_from=")))  # by two handlers, perhaps
+    said = list(dict.fromkeys(line for line in warned if line.startswith("init_from=")))  # two handlers may take one
     assert [line.partition(": ")[2][:28] for line in said] == [
         "left out, as this model has ",
         "the head is new, 6 tensors (",

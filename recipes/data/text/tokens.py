@@ -154,7 +154,7 @@ def open_or_build(
     meta = read_json(folder / "meta.json")
     for part, copies in meta["copies"].items():
         if copies:
-            message = "%d of the %s documents are training documents, too; results look too good"
+            message = "%d of the %s documents begin as training documents do; results may look too good"
             log.warning(message, copies, "validation" if part == "valid" else part)
     if percent := round(100 * meta["unknown"]):
         message = "%d %% of the tokens are of text that the tokenizer does not know; no loss or bits_per_byte is "
