@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mantissa.display import shortened
+from mantissa.display import dtype_name, shortened
 from mantissa.errors import FormatError, UsageError, names_in, nearest
 
 entered = False
@@ -21,8 +21,19 @@ entered = False
 def _fp32_forward(
     forward: Callable[..., Any], device_type: str, result: torch.dtype | None, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a forward with inputs in fp32 and autocast off; the outermost island casts results, but scalars, back."""
+    """Call a forward with inputs in fp32 and autocast off; the outermost island casts results, but scalars, back.
+
+    Raises:
+        FormatError: the weights were cast after ``keep_fp32``, as by ``model.bfloat16()``.
+    """
     global entered
+    module = getattr(forward, "__self__", None)
+    for weight in module._parameters.values() if isinstance(module, nn.Module) else ():
+        if weight is not None and weight.dtype.itemsize == 2:
+            raise FormatError(
+                f"a {type(module).__name__} of keep_fp32 has weights in {dtype_name(weight.dtype)} now;"
+                " cast the model first, then call keep_fp32"
+            )
     outermost = not entered
     entered = True
     try:

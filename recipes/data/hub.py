@@ -223,7 +223,7 @@ class Hub(TokenizedText, ImageSource):
         table = table_options(file) if file and BUILDERS[file.suffix.lower()] == "csv" else {}
         if table and self.text_column:
             table["converters"] = {self.text_column: str}  # else its type is that of the first rows
-        remedy = "repair it" if path else "data=python_docs and data=digits need no network"
+        remedy = "repair it" if path else "give an id that opens, or a local file or folder"
         before = datasets.config.HF_HUB_OFFLINE
         with opening(self.name, f"data.name={self.name}", "cannot be opened", remedy) as place:
             arguments: dict[str, Any] = {

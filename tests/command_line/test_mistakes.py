@@ -161,7 +161,8 @@ recipe=bignet precision=bf16 | scaler=dynamic | -
 recipe=bignet | precision=bf16_pure 'precision.fp32_modules=["*"]' | -
 recipe=resnet | precision=mxfp8 | -
 recipe=bignet | epochs=2 steps=10 | -
-experiment=resnet18_fake | recipe=bignet | experiment=resnet18_fake: recipe.arch is … of recipe=resnet alone
+experiment=resnet18_fake | recipe=bignet | resnet18_fake: it sets recipe.arch, of recipe=resnet
+experiment=resnet18_fake | data=digits | it sets data.classes, of data=synthetic … no other data=; leave it out
 recipe=bignet steps=10 | schedule.warmup_steps=20 | -
 recipe=bignet steps=10 | profiler=torch profiler.wait=20 | needs 25 steps … steps=25
 recipe=bignet | checkpoint.best=los | -

@@ -104,7 +104,11 @@ def _unknown(key: str, owner: Any, value: str, where: str) -> UserError:
     classes = config.groups().get(group, {})
     typed = f"{key}={value}" if value else key
     if choices := known.get(key):
-        problem = f"{where}{key} is an option of {group}={'|'.join(sorted(choices))} alone"
+        of = f"{group}={'|'.join(sorted(choices))}"
+        if where.startswith("experiment="):
+            problem = f"{where}it sets {key}, of {of}, so that it goes with no other {group}="
+            return UserError(problem, "", mistake=f"{group}=")
+        problem = f"{where}{key} is an option of {of} alone"
         fit = sorted(choices) if value and len(choices) <= 3 and group != "data" else []  # whose path has to fit, too
         return UserError(problem, *(f"{group}={name} {typed}" for name in fit), "", mistake=typed)
     if not classes or option in {**OTHER_NAMES, **NOT_HERE} or intended_key(option) != option:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -34,12 +35,16 @@ def find_modules() -> dict[str, Path]:
     """Return the files of recipes in the folder, by module.
 
     Raises:
-        UserError: a file cannot be imported, because another module has its name.
+        UserError: a file cannot be imported by its name, which no module can have, or which another has.
     """
     found = {}
     for file in sorted(path for folder in _folder for path in folder.glob("*.py")):
-        if not file.stem.isidentifier() or b"Recipe" not in file.read_bytes():  # no recipe
+        if b"Recipe" not in (code := file.read_bytes()):  # no recipe
             continue
+        if not file.stem.isidentifier():
+            if not re.search(rb"class \w+\(.*Recipe", code):  # a script that only uses one
+                continue
+            raise UserError(f"{file} cannot be imported: a module's name has only letters, digits and _; rename it")
         spec = importlib.util.find_spec(file.stem)
         if spec is None or spec.origin != str(file):
             raise UserError(f"{file} has the name of another module, {file.stem}; rename it")

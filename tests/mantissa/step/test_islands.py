@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mantissa
-from mantissa.errors import UsageError
+from mantissa.errors import FormatError, UsageError
 
 
 @pytest.mark.parametrize("autocast", [True, False])
@@ -38,6 +38,20 @@ def test_islands_and_operators_need_no_more_than_what_a_cure_says(autocast: bool
 def test_names_that_are_no_modules_are_refused(names: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         mantissa.keep_fp32(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), names)
+
+
+@pytest.mark.parametrize(
+    ("island", "inputs"),
+    [(nn.Linear(8, 8), torch.ones(2, 8)), (nn.Embedding(4, 8), torch.ones(2, 8, dtype=torch.long))],
+)
+def test_a_cast_after_keep_fp32_is_refused(island: nn.Module, inputs: torch.Tensor) -> None:
+    # As Lightning's bf16-true casts. An embedding would compute, in bf16.
+    model = nn.Sequential(island)
+    mantissa.keep_fp32(model, "0")
+    with pytest.raises(FormatError, match="cast the model first, then call keep_fp32"):
+        model.bfloat16()(inputs)
+    mantissa.keep_fp32(model, "0")
+    assert model(inputs).dtype == torch.bfloat16
 
 
 def test_a_bare_name_is_one_name() -> None:
