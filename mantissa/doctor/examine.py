@@ -119,6 +119,8 @@ def examine(
     a_batch = isinstance(batches, Mapping | Tensor)
     of_batches = "an iterable of batches, such as a DataLoader or [batch]"
     check_model(model)
+    if all(weight.dtype == torch.float64 for weight in model.parameters()):
+        raise UsageError("the model is float64, which no autocast lowers; call model.float(), and give it such batches")
     check_type("loss", loss, callable(loss), "a function, called as loss(model, batch)")
     check_type("batches", batches, isinstance(batches, Iterable) and not a_batch, of_batches)
     check_type("precision", precision, isinstance(precision, str | torch.dtype), f"one of {', '.join(PRECISIONS)}")

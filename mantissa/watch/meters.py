@@ -89,7 +89,10 @@ class Measured(NamedTuple):
 
 
 def side_by_side(first: Measured, last: Measured) -> str:
-    """Return two measurements as a table: of headroom, the three places in ``last`` that have the least."""
+    """Return two measurements as a table: of headroom, the three places in ``last`` that have the least.
+
+    The same one twice is one column.
+    """
     rows = [["", f"step {first.step}", f"step {last.step}"]]
 
     def add(text: str, before: dict[str, float], now: dict[str, float], names: Collection[str]) -> None:
@@ -105,7 +108,7 @@ def side_by_side(first: Measured, last: Measured) -> str:
         before, now = getattr(first, name), getattr(last, name)
         least = sorted(now, key=now.__getitem__)[:3]
         add(f"bits to {name}, ", before, now, [place for place in least if now[place] < _FAR])
-    return columns(rows)
+    return columns([row[:2] for row in rows] if first is last else rows)
 
 
 class Meters:

@@ -37,6 +37,8 @@ SKIPS = 10
 """Steps that a loss scaler skips, of the last ``2 x SKIPS - 1``, before that is a failure."""
 _OUTSIDE = "its loss is computed outside of the model: return it there, or give Watch(loss=…) and watch.keep(batch)"
 
+_LATE = "The model was called between the optimizer's step and watch.step: call watch.step right after the former."
+
 
 class Watch:
     """Says what a training computes in, meters it, and explains the first step that is not finite.
@@ -98,6 +100,8 @@ class Watch:
         self._precision = None if precision is None else format_name(precision)
         if self._precision is not None and self._precision not in FORMATS:
             raise UsageError(f"precision={precision!r} is unknown; use one of {', '.join(FORMATS)}")
+        if Path(folder).exists() and not Path(folder).is_dir():
+            raise UsageError(f"folder={str(folder)!r} is a file; give a folder for reports")
         if on_failure not in ("raise", "warn"):
             raise UsageError(f"on_failure={on_failure!r} is unknown; use 'raise' or 'warn'")
         self._every, self._loss, self._say = every, loss, say
@@ -132,6 +136,7 @@ class Watch:
         """Weights of the optimizer that have had no gradient so far; None: no update was looked at."""
         self._watching = True
         """Whether no step has failed yet, and the loop has not ended."""
+        self._closed = False
         self._changes: int | None = None
         """Number of changes of the weights when ``step`` was called last."""
 
@@ -318,9 +323,13 @@ class Watch:
         tried, changes, self._changes = self._scale.stepped(), self._changes, self._start.version
         syncs = getattr(self._gradient_state, "sync_gradients", True)
         if not self._watching or not syncs or not (now.updates or tried):
+            if self._closed:
+                self._once("This Watch is closed, and watches no longer: give the loop that goes on a new one.")
             if self._watching and changes not in (None, self._start.version):
                 self._once("The optimizer did not step, and weights have changed: give a new optimizer a new Watch.")
             return  # it failed before, or gradients are still added up
+        if now.updates and now.passes and now.began == self._start.version:
+            self._once(_LATE)
         if self._loss is not None and not now.passes and not self.number:
             raise UsageError("Watch(loss=…) is given no batches; call watch.keep(batch) before each forward pass")
         self.number = now.number = self.number + 1
@@ -458,6 +467,7 @@ class Watch:
                 f"{saw}: give it the optimizer, and the scaler, of the loop, and call watch.step after each step."
             )
         self._remove()
+        self._closed = True
 
     def _missed(self, error: Exception) -> None:
         """Say why the training, which goes on, can be watched no longer."""
@@ -487,17 +497,20 @@ class Watch:
         except Exception as error:  # of any kind: what is in a model decides
             ended = f"{began}; the step cannot be replayed: {error}"
         else:
-            page = report.write(self._folder / rank, "mantissa.Watch(…)")
+            try:
+                page = f"see {report.write(self._folder / rank, 'mantissa.Watch(…)')}"
+            except OSError as error:
+                page = f"its page cannot be written ({described(error)})"
             differences = {
                 "the run is compiled, and its replay is eager": self.compiled,
                 _OUTSIDE: not self._knows_loss,
                 "the replay has the weights of after the update": step.updates > 0 and not self._start.later,
             }
             notes = [f"note: {difference}" for difference, holds in differences.items() if holds]
-            self._say("\n".join([began, str(report), *notes, f"written to {page}"]))
+            self._say("\n".join([began, str(report), *notes, page]))
             found = report.findings and not report.diagnosis.finite
             cause = report.findings[0].parts if found else ["its replay is finite"]
-            ended = "; ".join([began, *cause, f"see {page}"])
+            ended = "; ".join([began, *cause, page])
         if self._raises:
             raise NotFiniteError(ended)
         warnings.warn(ended, stacklevel=2)

@@ -244,6 +244,7 @@ def test_batches_of_any_nesting_and_no_optimizer() -> None:
         ({"precision": torch.optim.SGD(Own().parameters())}, "precision must be one of fp32, .* is of type SGD"),
         ({"model": nn.ReLU()}, "model must be a module with parameters"),
         ({"model": nn.LazyLinear(1)}, "lazy modules, .* call it once"),
+        ({"model": Own().double()}, "float64, which no autocast lowers"),
         ({"loss": nn.MSELoss()}, r"called as loss\(model, batch\), and raises \w+Error"),
         ({"loss": lambda model, batch: error(model, batch["inputs"])}, "raises KeyError: 'inputs'"),
         ({"checks": "format"}, "checks=\\['format'\\] are unknown"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -387,6 +388,28 @@ def test_a_loop_that_says_no_step_is_told_what_was_seen(steps: int, words: str) 
     assert words in training.said[-1]
 
 
+def test_a_step_that_is_said_before_the_optimizers_or_after_the_end_is_named() -> None:
+    training = Training()
+    for number in range(1, 4):
+        loss = training.called(*training.batch(number))[1]
+        loss.backward()
+        training.watch.step(loss)
+        training.optimizer.step()
+    late = [line for line in training.said if "call watch.step right after" in line]
+    assert len(late) == 1
+    training = Training().train(2)
+    training.watch.close()
+    training.train(2)
+    assert "step 2: This Watch is closed" in training.said[-1]
+
+
+def test_a_failure_whose_page_cannot_be_written_is_raised(tmp_path: Path) -> None:
+    training = Training(2, folder=tmp_path / "report")
+    (tmp_path / "report").touch()
+    with pytest.raises(NotFiniteError, match="step 2: .* its page cannot be written"):
+        training.train(2)
+
+
 def test_a_failure_is_a_warning_on_request_and_the_loop_goes_on(tmp_path: Path) -> None:
     training = Training(2, folder=tmp_path, on_failure="warn")
     with pytest.warns(UserWarning, match="step 2: the loss is not finite"):
@@ -423,6 +446,11 @@ def test_the_loss_is_found_in_what_a_model_returns(output: Callable[[Tensor], An
     assert loss_in(output(loss)) is loss
 
 
+def traced() -> nn.Module:
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch's, of TorchScript
+        return torch.jit.trace(nn.Linear(2, 1), torch.ones(1, 2))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -435,6 +463,9 @@ def test_the_loss_is_found_in_what_a_model_returns(output: Callable[[Tensor], An
         ({"scaler": "bf16"}, "type str"),
         ({"every": 2.5}, "every must be a whole number"),
         ({"model": nn.LazyLinear(1)}, "lazy modules"),
+        ({"model": nn.Linear(2, 1, device="meta")}, "on the device meta"),
+        ({"model": traced()}, "TorchScript"),
+        ({"folder": __file__}, "is a file; give a folder"),
         ({"loss": 3}, "loss must be a function"),
     ],
 )
