@@ -119,14 +119,14 @@ def examine(
     a_batch = isinstance(batches, Mapping | Tensor)
     of_batches = "an iterable of batches, such as a DataLoader or [batch]"
     check_model(model)
-    if all(weight.dtype == torch.float64 for weight in model.parameters()):
-        raise UsageError("the model is float64, which no autocast lowers; call model.float(), and give it such batches")
     check_type("loss", loss, callable(loss), "a function, called as loss(model, batch)")
     check_type("batches", batches, isinstance(batches, Iterable) and not a_batch, of_batches)
     check_type("precision", precision, isinstance(precision, str | torch.dtype), f"one of {', '.join(PRECISIONS)}")
     check_type("optimizer", optimizer, optimizer is None or hasattr(optimizer, "param_groups"), "an optimizer")
     if (precision := format_name(precision)) not in PRECISIONS:
         raise UsageError(f"precision={precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
+    if FORMATS[precision].autocast and all(weight.dtype == torch.float64 for weight in model.parameters()):
+        raise UsageError("the model is float64, which no autocast lowers; call model.float(), and give it such batches")
     check_number("accumulate", accumulate, 1)
     check_number("time_budget_s", time_budget_s, 60.0)
     check_number("scale", 1.0 if scale is None else scale, 65536.0)

@@ -328,7 +328,7 @@ class Watch:
             if self._watching and changes not in (None, self._start.version):
                 self._once("The optimizer did not step, and weights have changed: give a new optimizer a new Watch.")
             return  # it failed before, or gradients are still added up
-        if now.updates and now.passes and now.began == self._start.version:
+        if now.passes and now.updates and now.began == (now.updates, self._start.version):
             self._once(_LATE)
         if self._loss is not None and not now.passes and not self.number:
             raise UsageError("Watch(loss=…) is given no batches; call watch.keep(batch) before each forward pass")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mantissa
-from mantissa.errors import UsageError
+from mantissa.errors import NotFiniteError, UsageError
 from mantissa.formats import FORMATS
 from mantissa.watch.meters import are_finite
 from mantissa.watch.passes import loss_in
