@@ -74,9 +74,7 @@ def check_model(model: nn.Module) -> None:
     if any(map(is_lazy, weights)):
         raise UsageError("the model has lazy modules, whose weights are not there yet; call it once with a batch first")
     if any(weight.is_meta for weight in weights):
-        raise UsageError(
-            "the model has weights on the device meta, which have no values; load or initialise them first"
-        )
+        raise UsageError("the model has weights on the device meta, which have no values; load or initialise them")
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise UsageError("the model is TorchScript, which has no hooks; give the module that was scripted or traced")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import signal
 from collections.abc import Sequence
@@ -264,7 +265,8 @@ def following(config: Config, datasets: Any, folder: Path, mlflow: str) -> list[
             lines.append((command(shown[0], [f"run={folder}", *shown[1:]]), ""))
     lines.append((compare_command(folder, config), ""))
     if mlflow:
-        uri = config.tracking.uri or ""
+        # mlflow.set_tracking_uri, too, sets the variable; a shell may not have it later.
+        uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
         store = [f"uri={uri}"] * bool(uri and redacted(uri) == uri)  # a password is not shown
         lines.append((command("ui.py", store), f"all runs in MLflow; this one is {mlflow}"))
     return [(line, about_it) for line, about_it in lines if line]

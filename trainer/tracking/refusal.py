@@ -82,9 +82,12 @@ def _no_mlflow(uri: str) -> str:
     try:
         answer: Response = http_request(get_default_host_creds(uri), ENDPOINT, "POST", timeout=PATIENCE_S, **request)
     except Exception as error:  # of many kinds, as MLflow's own
+        if "WRONG_VERSION_NUMBER" in str(error):
+            return "the server does not speak https; its address begins with http://"
         unknown = "CERTIFICATE_VERIFY_FAILED" in str(error)
         return "the server's certificate is not known here; set MLFLOW_TRACKING_SERVER_CERT_PATH=FILE" * unknown
-    if answer.status_code >= 500 or answer.status_code == 429 or _is_mlflow(answer):
+    # Any other server may not know POST (501); of one that fails, the next answer may be better.
+    if (answer.status_code >= 500 and answer.status_code != 501) or answer.status_code == 429 or _is_mlflow(answer):
         return ""
     if answer.status_code in (401, 403):
         return _forbidden(answer.status_code, answer.text)

@@ -87,8 +87,13 @@ def configured_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
             f"{key}={uri} is a folder, which MLflow no longer writes to (its runs go to a database by: {migrate})",
             shlex.quote(f"{option}={database}"),
         )
-    scheme, separator, _ = uri.partition("://")
+    scheme, separator, rest = uri.partition("://")
     kind = scheme.partition("+")[0]
+    if kind.startswith("http") and "#" in rest:
+        problem = f"{key}={redacted(uri)} is the address of a page, of which the server is a part"
+        raise UserError(problem, shlex.quote(f"{option}={uri.partition('#')[0].rstrip('/')}"))
+    if kind == "sqlite" and rest and not rest.startswith("/"):
+        raise UserError(f"{key}={uri}: SQLite's has three slashes", shlex.quote(f"{option}={scheme}:///{rest}"))
     if separator and (kind in _SCHEMES or kind in entry_points(group="mlflow.tracking_store").names):
         return uri
     if uri in _WORKSPACES:

@@ -22,7 +22,7 @@ from trainer.files import flush, locked, read_json, write_json
 from trainer.recipe import DataSource
 from trainer.terminal import work
 
-FORMAT = 8
+FORMAT = 9
 """Part of every cache key: raise it when the same text would become other tokens, or meta.json holds more."""
 
 _PIECE = 2**16
@@ -153,9 +153,9 @@ def open_or_build(
             ) from None
     meta = read_json(folder / "meta.json")
     for part, copies in meta["copies"].items():
-        if copies:
-            message = "%d of the %s documents begin as training documents do; results may look too good"
-            log.warning(message, copies, "validation" if part == "valid" else part)
+        if percent := round(100 * copies):
+            message = "%d %% of the %s text, by the documents' beginnings, is training text; results may look too good"
+            log.warning(message, percent, "validation" if part == "valid" else part)
     if percent := round(100 * meta["unknown"]):
         message = "%d %% of the tokens are of text that the tokenizer does not know; no loss or bits_per_byte is "
         log.warning(message + "comparable with another tokenizer's", percent)
@@ -179,13 +179,14 @@ def _build(folder: Path, splits: Mapping[str, Text], tokenizer: Tokenizer | None
         dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
         text_bytes = dict.fromkeys(splits, 0)
         unknown = tokens = 0
-        begun = {part: array("q") for part in splits}  # hashes of how the documents begin
+        begun = {part: (array("q"), array("q")) for part in splits}  # the documents' beginnings: hashes, lengths
         for part, documents in splits.items():
             tokenizing = work(f"tokenizing the {part} text", documents.megabytes, "MB")
             with (partial / f"{part}.bin").open("wb") as file, tokenizing as advance:
-                for ids, size, hashes in _encoded(documents, tokenizer):
+                for ids, size, beginnings in _encoded(documents, tokenizer):
                     ids.astype(dtype).tofile(file)
-                    begun[part].extend(hashes)
+                    begun[part][0].extend(map(hash, beginnings))
+                    begun[part][1].extend(map(len, beginnings))
                     text_bytes[part] += size
                     unknown += 0 if tokenizer.unknown is None else int((ids == tokenizer.unknown).sum())
                     tokens += len(ids)
@@ -193,7 +194,11 @@ def _build(folder: Path, splits: Mapping[str, Text], tokenizer: Tokenizer | None
                 if not file.tell():
                     other = "data.test" if part == "test" else "data.valid_fraction"
                     raise UserError(f"no text is left for the {part} part; use a longer text or another {other}")
-        copies = {part: int(np.isin(begun[part], begun["train"]).sum()) for part in splits if part != "train"}
+        known = begun.pop("train")[0]
+        copies = {
+            part: float(np.average(np.isin(hashes, known), weights=lengths))
+            for part, (hashes, lengths) in begun.items()
+        }
         meta = {"dtype": dtype.name, "text_bytes": text_bytes, "copies": copies, "unknown": unknown / tokens}
         write_json(partial / "meta.json", meta)
         for path in partial.iterdir():
@@ -203,11 +208,11 @@ def _build(folder: Path, splits: Mapping[str, Text], tokenizer: Tokenizer | None
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _encoded(documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int, list[int]]]:
+def _encoded(documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int, list[str]]]:
     """Yield the ids of the documents, the tokenizer's separator between them, some megabytes at a time.
 
-    Each with the bytes of its text, and with a hash of the first piece of each document that begins there. A document
-    without text leaves nothing.
+    Each with the bytes of its text, and with the first piece of each document that begins there. A document without
+    text leaves nothing.
     """
     separator, written = np.array(tokenizer.separator, dtype=np.uint32), False
     marked = ((number == 0, piece) for document in documents for number, piece in enumerate(pieces(document)))
@@ -219,7 +224,7 @@ def _encoded(documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> Iterat
             parts += [separator, ids] if begins and written else [ids]
             size += len(piece.encode()) - _special_bytes(piece, ids, tokenizer.special)
             written = True
-        yield np.concatenate(parts), size, [hash(piece) for begins, piece in batch if begins]
+        yield np.concatenate(parts), size, [piece for begins, piece in batch if begins]
 
 
 def _batches(marked: Iterable[tuple[bool, str]]) -> Iterator[list[tuple[bool, str]]]:

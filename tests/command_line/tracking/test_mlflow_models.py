@@ -47,8 +47,9 @@ def text(folder: Path) -> None:
 
 
 def test_a_language_model_opens_without_this_project_and_others_are_files(
-    succeed: Train, folder: Path, store: str
+    succeed: Train, folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)  # as mlflow.set_tracking_uri does
     addresses = {}
     for name, overrides in JOBS.items():
         done = succeed(*SMALL, *overrides, f"tracking.register={name}")
@@ -56,7 +57,7 @@ def test_a_language_model_opens_without_this_project_and_others_are_files(
         sent = json.loads((Path(best) / TRACKING_FILE).read_text())
         address = f"runs:/{sent['run_id']}"
         addresses[name] = f"{address}/best"
-        assert re.search(rf"/ui.py +all runs in MLflow; this one is {address}\n$", done.out)
+        assert re.search(rf"/ui.py uri={store} +all runs in MLflow; this one is {address}\n$", done.out)
         (version,) = connect(store).search_model_versions(f"name = '{name}'")
         assert version.source == addresses[name]
     files = [path for path in (folder / "mlartifacts").rglob("*") if path.is_file()]

@@ -406,7 +406,7 @@ def test_a_step_that_is_said_before_the_optimizers_or_after_the_end_is_named() -
 def test_a_failure_whose_page_cannot_be_written_is_raised(tmp_path: Path) -> None:
     training = Training(2, folder=tmp_path / "report")
     (tmp_path / "report").touch()
-    with pytest.raises(NotFiniteError, match="step 2: .* its page cannot be written"):
+    with pytest.raises(NotFiniteError, match=r"step 2: .* its page cannot be written"):
         training.train(2)
 
 

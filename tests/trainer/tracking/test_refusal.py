@@ -101,6 +101,7 @@ def said(uri: str) -> Exception:
         ),
         ((200, {"content-type": HTML}, "<html>"), "no MLflow server: it answers 200 with text/html"),
         ((404, {"content-type": HTML}, "<html>"), "no MLflow server: it answers 404 with text/html"),
+        ((501, {"content-type": HTML}, "<html>"), "no MLflow server: it answers 501 with text/html"),
         ((404, {"content-type": "application/json"}, '{"detail": 1}'), "it answers 404 with application/json"),
     ],
 )
@@ -115,6 +116,13 @@ def test_what_may_pass_is_no_mistake() -> None:
     with answering(503, {"content-type": HTML}, "<html>") as uri:
         assert str(said(uri)) == "the server answers 503, an error of its own"
     assert not isinstance(said(f"http://127.0.0.1:{free_port()}"), UserError)
+
+
+def test_a_server_without_tls() -> None:
+    with answering(200, {}, "{}") as uri:
+        found = said(uri.replace("http:", "https:"))
+    assert isinstance(found, UserError)
+    assert "does not speak https" in str(found)
 
 
 def test_an_unknown_certificate(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:

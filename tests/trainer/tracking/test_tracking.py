@@ -224,6 +224,8 @@ def test_the_tracking_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("tracking.uri='me:s3cret@host'", "tracking.uri=***"),
         ("tracking.uri=127.0.0.1:5000", "; set tracking.uri=http://127.0.0.1:5000"),
         ("tracking.uri=runs.db", "; set tracking.uri=sqlite:///runs.db"),
+        ("tracking.uri=sqlite://runs.db", "; set tracking.uri=sqlite:///runs.db"),
+        ("tracking.uri=http://host:5000/#/experiments/0", "; set tracking.uri=http://host:5000"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused_without_a_secret(options: str, words: str) -> None:
