@@ -111,7 +111,7 @@ class Claim:
     arms: dict[str, str]
     """Arms by name: a setup, then overrides of the arm's own."""
     criteria: list[Criterion]
-    published: str = ""
+    published: str = "no figure"
     """Published figure, in the terms measured here."""
     needs: list[str] = field(default_factory=list)
     """What the machine must have: keys of ``NEEDS``, memory such as ``40GiB``, or a GPU by name such as ``A100``."""

@@ -53,7 +53,8 @@ class Line(NamedTuple):
 
     def __str__(self) -> str:
         path = Path(self.file)
-        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path(*path.parts[-2:])
+        ours = path.is_relative_to(Path.cwd()) and "site-packages" not in path.parts
+        shown = path.relative_to(Path.cwd()) if ours else Path(*path.parts[-2:])
         return f"{shown}:{self.number}: {linecache.getline(self.file, self.number).strip()}"
 
 
