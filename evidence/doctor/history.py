@@ -18,7 +18,9 @@ _FLAT = 0.03
 _FEWEST = 20
 """Steps from which on a run can be said to have learned nothing."""
 _LEAST = 10
-"""Recorded losses from which on that can be said."""
+"""Recorded losses from which on their usual change says how much is noise."""
+_SOME = 4
+"""Recorded losses from which on a run may have learned nothing if none is lower than the first."""
 _TIMES = 5.0
 """How many times the usual change from one recorded loss to the next is no progress."""
 
@@ -32,7 +34,8 @@ class History(NamedTuple):
     """What a record says of a run."""
 
     start: int
-    """Number of the step from which on training is followed: some before the loss left its course."""
+    """Number of the step from which on training is followed: some before the loss left, or may have left, its course;
+    the step itself: it did not."""
     wrong: str
     """How the loss went wrong, in words; empty: it did not, as far as is recorded."""
 
@@ -51,7 +54,7 @@ def read_history(folder: Path, at: int, failed: bool) -> History:
     recorded = [(line["step"], line["loss"]) for line in read_json_lines(folder / METRICS_FILE) if "loss" in line]
     losses = {step: value for step, value in recorded if step < at and value is not None}
     if not losses:
-        return History(before(at), "")
+        return History(before(at) if failed else at, "")
     steps, values = list(losses), list(losses.values())
     return _failed(steps, values, at) if failed else _ended(steps, values, at)
 
@@ -63,25 +66,28 @@ def _failed(steps: list[int], values: list[float], at: int) -> History:
     if values[-1] <= kept:
         return History(before(at), "")
     last = max(step for step, value in zip(steps, values, strict=True) if value <= kept)
-    return History(before(last), _words(steps, values, values[0], values[-1]))
+    return History(before(last), _words(steps, values, values[-1]))
 
 
 def _ended(steps: list[int], values: list[float], at: int) -> History:
     """Return where a run that took all its steps stopped learning; single losses vary, so means of many count."""
-    if steps[-1] < _FEWEST or len(values) < _LEAST:
-        return History(before(at), "")
+    if steps[-1] < _FEWEST or len(values) < _SOME:
+        return History(at, "")
+    if len(values) < _LEAST:  # it may have learned nothing, which training from its beginning tells
+        return History(at if values[0] - min(values) > _FLAT * abs(values[0]) else 1, "")
     few, third = max(1, len(values) // 10), max(1, len(values) // 3)
     means = [statistics.fmean(values[place : place + few]) for place in range(0, len(values) - few + 1, few)]
     began, best, end = min(values[0], means[0]), min(means), statistics.fmean(values[-third:])
     varies = statistics.median(abs(one - other) for one, other in pairwise(values)) / math.sqrt(few)
     learned, flat = began - best, max(_FLAT * abs(began), _TIMES * varies)
     if learned > flat and end <= best + learned / 2 + flat:
-        return History(before(at), "")
+        return History(at, "")
     lowest = steps[means.index(best) * few] if learned > flat else 1
-    return History(before(lowest), _words(steps, values, began, end))
+    return History(before(lowest), _words(steps, values, end, f"on average from step {steps[-third]} on"))
 
 
-def _words(steps: list[int], values: list[float], began: float, end: float) -> str:
-    wrong = f"the recorded loss goes from {shown(began)} at step {steps[0]} to {shown(end)} at step {steps[-1]}"
+def _words(steps: list[int], values: list[float], end: float, where: str = "") -> str:
+    where = where or f"at step {steps[-1]}"
+    wrong = f"the recorded loss goes from {shown(values[0])} at step {steps[0]} to {shown(end)} {where}"
     lowest = steps[values.index(min(values))]
     return wrong + (f"; its lowest is {shown(min(values))}, at step {lowest}" if lowest not in steps[:1] else "")

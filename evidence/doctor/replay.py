@@ -67,8 +67,7 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> tuple[TakenStep,
         raise UserError(f"step={wanted}: {folder.path} ends earlier", f"step={steps}")
     failed = wanted == failed_at
     history = read_history(folder.path, wanted, failed)
-    start = history.start if failed or history.wrong else wanted
-    taken = _take(config, wanted, start, folder, failure)
+    taken = _take(config, wanted, history.start, folder, failure)
     finished = not step and not failed_at and summary.get("status") == "FINISHED"
     notes = taken.notes + _differences(summary)
     return replace(taken, notes=notes, finished=finished, history=history.wrong), config

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from mantissa.errors import FormatError
@@ -19,6 +20,7 @@ from mantissa.step.step import Batch, Remedies, Step
 from mantissa.step.updates import UpdateMeter
 from mantissa.tensors import random_state, set_random_state
 from trainer.config.command_line import as_typed
+from trainer.config.registration import yaml_files
 from trainer.config.schema import Config
 from trainer.config.settle import Settled
 from trainer.data.loader import DataOrder, to_device
@@ -68,6 +70,15 @@ class Overrides(Remedies):
 
     def rate(self, factor: float) -> Typed:
         return Typed(f"optimizer.lr={self._optimizer.lr * factor:.6g}")
+
+    def default(self, optimizer: torch.optim.Optimizer, name: str) -> Any:
+        """Return the value of the choice of ``optimizer`` with this class; else that of the class."""
+        for file in yaml_files("optimizer").values():
+            choice: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(file))  # type: ignore[assignment]
+            value = {**choice, **choice.get("options", {})}.get(name)
+            if choice.get("name") == self._optimizer.name and value is not None:
+                return tuple(value) if isinstance(value, list) else value
+        return super().default(optimizer, name)
 
     def option(self, name: str, value: Any) -> Typed:
         key = f"optimizer.{name}" if name in vars(self._optimizer) else f"optimizer.options.{name}"

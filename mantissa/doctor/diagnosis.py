@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mantissa.display import dtype_name
 from mantissa.doctor.budget import Budget, Say
 from mantissa.doctor.checks import (
     BEGINS,
@@ -83,7 +84,7 @@ class TakenStep:
     finished: bool = False
     """Whether the run took all its steps, and this is one more."""
     start: Step | None = None
-    """An earlier step of the same run, before its loss left its course; None: the step itself."""
+    """An earlier step of the same run, before its loss left its course, as far as is known; None: the step itself."""
     history: str = ""
     """How its loss went wrong by its record; empty: it did not, or there is none."""
     notes: list[str] = field(default_factory=list)
@@ -244,7 +245,7 @@ def diagnose(
     if SWEEP in checks or not taken.finite:
         _sweep(result)
     # Formats are not at fault where fp32 explodes from the same start.
-    if result.faults or taken.history:
+    if result.faults or taken.history or (taken.start is not None and taken.finished):
         _follow(result)
     result.faults = [fault if fault.held else _tried(fault) for fault in result.faults]
 
@@ -293,9 +294,12 @@ def _follow(result: Diagnosis) -> None:
     finding = budget.run("training in fp32", course.explosion)
     if finding is None:
         return
-    fault = _tried(
-        Fault(Trial(finding, frozenset(), lambda other: Examined(), course.start, course, budget), half=False)
-    )
+    fault = Fault(Trial(finding, frozenset(), lambda other: Examined(), course.start, course, budget), half=False)
+    if course.start.format.number is FP32 and budget.left() <= 0:  # then what the reference has shown is enough
+        about = f"trained in {dtype_name(course.start.exact_dtype)} alone; no time was left"
+        fault = replace(fault, held=tuple(replace(cure, about=about) for cure in finding.candidates))
+    else:
+        fault = _tried(fault)
     others = [replace(other, half=other.half and not fault.held) for other in result.faults]
     if not fault.held and others and finding.candidates and finding.candidates[0].data is None:
         result.beside = finding.candidates[0]

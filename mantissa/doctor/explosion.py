@@ -83,6 +83,7 @@ def explosion(
     rises, most = False, share
     for cause in _causes(step, batches, grows):
         if not goes_on():
+            rises = False  # as far as is known
             break
         losses = _without(cause, step, batches)
         least = 0.0 if grows or cause.kind == UNDERFLOW else max(clear, as_much)
@@ -137,17 +138,17 @@ def _causes(step: Step, batches: list[list[Batch]], grows: bool) -> Iterator[Fin
 
 
 def _options(step: Step) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the numbers that the optimizer is given otherwise than its class says: name, value and default."""
+    """Yield the numbers that the optimizer is given in the place of its defaults: name, value and default."""
     optimizer = step.reference().optimizer
-    defaults = inspect.signature(type(optimizer)).parameters
+    known = inspect.signature(type(optimizer)).parameters
     given = {
         (name, value): None
         for group in optimizer.param_groups
         for name, value in group.items()
-        if name in defaults and name != "lr" and isinstance(value, float | tuple)
+        if name in known and name != "lr" and isinstance(value, float | tuple)
     }
     for name, value in given:
-        default = defaults[name].default
+        default = step.remedies.default(optimizer, name)
         if isinstance(default, int | float | tuple) and value not in (0, default):
             yield name, value, default
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -93,6 +94,10 @@ class Remedies:
     def option(self, name: str, value: Any) -> str:
         """Return how an option of the optimizer is set."""
         return f"{name}={value} in the optimizer"
+
+    def default(self, optimizer: torch.optim.Optimizer, name: str) -> Any:
+        """Return the value that an option of an optimizer has where none is given: here that of its class."""
+        return inspect.signature(type(optimizer)).parameters[name].default
 
 
 class Built(Protocol):

@@ -66,6 +66,29 @@ def test_a_search_without_an_end_is_left_out() -> None:
     assert budget.left_out[0].startswith("lower learning rates and other changes in fp32 (no time left")
 
 
+def test_of_rates_that_were_not_tried_nothing_is_said() -> None:
+    step = of_loop("fp32", 1e6)
+    batches = step.following(20)
+    turns = iter([True, False])  # one rate, of those that rise
+    assert explosion(step, batches, losses_of(step.exact(), batches), lambda: next(turns), failed=True) is None
+
+
+def test_a_cure_that_the_reference_has_shown_needs_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Budget.run
+
+    def ends(self: Budget, part: str, make: Any, always: bool = False) -> Any:
+        made = run(self, part, make, always)
+        if part == "training in fp32":
+            self.seconds = 0.0
+        return made
+
+    monkeypatch.setattr(Budget, "run", ends)
+    (finding,) = (
+        each for each in examined(Net([nn.Linear(NARROW, NARROW)]), 1e4, "fp32").findings if each.kind == RATE
+    )
+    assert "trained in float64 alone; no time was left" in finding.cure[0]
+
+
 def test_a_cure_is_tried_from_the_start_and_not_from_the_weights_that_are_ruined() -> None:
     """Its scale is that of a new run, unless the cure sets it."""
     start = of_loop("fp16", 1e-2)
