@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,8 +51,10 @@ def generation(exported: Exported, options: GenerateOptions, overrides: Sequence
     run = configure(exported, overrides, with_data=False)
     device = run.hardware.device
     own, tokenizer = exported.tokenizer(), AutoTokenizer.from_pretrained(exported.folder)
-    # An error of ours names the characters that the text lacks; transformers adds the end of T5's input.
-    tokens = own.encode(options.prompt) if isinstance(own, Characters) else tokenizer(options.prompt)["input_ids"]
+    # An error of ours names the characters that the text lacks; transformers adds the end of T5's input, and, if
+    # verbose, warns of a prompt beyond the context, of which the end is taken.
+    encoded = own.encode if isinstance(own, Characters) else partial(tokenizer.encode, verbose=False)
+    tokens = encoded(options.prompt)
     if not tokens:
         raise UserError(f"prompt={options.prompt!r} has no token for the model's tokenizer; give another")
     exported.check_tokens("prompt=", 1 + max(tokens))

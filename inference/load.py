@@ -12,7 +12,7 @@ from torch import nn
 
 from recipes.data.text.pretrained import open_tokenizer, opening
 from recipes.data.text.tokenizers import Tokenizer
-from recipes.huggingface import RECIPES, load_whole
+from recipes.huggingface import RECIPES, WITH_WEIGHTS, load_whole
 from recipes.language import LanguageModel, LanguageRecipe
 from trainer.checkpoint.reader import fill
 from trainer.checkpoint.schema import steps
@@ -47,6 +47,12 @@ class Exported:
         """The folder in which what is found out about the model is written."""
         return self.run.path if self.run else self.folder
 
+    @property
+    def positions(self) -> int | None:
+        """How many tokens the model takes; None: any number, or it is of no text."""
+        longest: int | None = self.config.get("n_positions", self.config.get("max_position_embeddings"))
+        return None if self.recipe == "t5" else longest  # t5's are relative
+
     def model(self, recipe: Recipe, datasets: Datasets) -> nn.Module:
         """Return the model that the recipe evaluates with its weights, fp32 on the CPU, in evaluation mode.
 
@@ -74,7 +80,7 @@ class Exported:
         import transformers
 
         cls: Any = groups()["recipe"][self.recipe]
-        wanted, key = "give a folder that save_pretrained wrote", f"run={self.given}: {self.folder}"
+        wanted, key = f"give a folder {WITH_WEIGHTS}", f"run={self.given}: {self.folder}"
         failure = "cannot be opened by transformers"
         with work("loading the model"), opening(str(self.folder), key, failure, wanted) as place:
             kind = getattr(transformers, cls.model_class)

@@ -10,6 +10,7 @@ from torch import nn
 
 from inference.load import Exported
 from inference.options import GROUPS, KEYS
+from recipes.huggingface import check_context
 from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
 from trainer.config.settle import MICRO, Plan, plan_of, settle
@@ -107,6 +108,7 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
     # Training's batch need not be a multiple of the microbatch.
     fixed = [f"batch_size={micro_batch_size}", "run_name=evaluation"]
     config = compose([*overrides, *fixed], recorded, exported.own)
+    check_context(getattr(config.recipe, "context", "auto"), exported.positions)
     samples = config.eval_samples if isinstance(config.eval_samples, int) else None
     return RunConfig(plan_of(config, detect(config.device)), exported.run is not None and not other_data, samples)
 
@@ -131,14 +133,13 @@ def _of_run(exported: Exported, other_data: bool, with_data: bool, split: str) -
 def _of_folder(exported: Exported) -> dict[str, Any]:
     """Return what an exported folder without its run says about its options, by dotted key."""
     config, is_images = exported.config, exported.recipe == "resnet"
-    longest = config.get("n_positions", config.get("max_position_embeddings"))
     options: dict[str, Any] = {}
     if "options" in config:  # of a recipe without a library that knows it
         options = config["options"]
     elif is_images:
         options = {"arch": config["arch"], "image_size": config["image_size"]}
-    elif longest is not None and exported.recipe != "t5":  # whose positions are relative
-        options = {"context": min(longest, _LONGEST)}
+    elif exported.positions is not None:
+        options = {"context": min(exported.positions, _LONGEST)}
     recorded = {"recipe": exported.recipe} | {f"recipe.{key}": value for key, value in options.items()}
     if (part := config.get("evaluated_part")) is not None:
         recorded |= {"augment": "none"} if part == 1 else {"augment": "imagenet", "augment.eval_crop": part}

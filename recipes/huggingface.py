@@ -36,6 +36,8 @@ from trainer.recipe import Context, DataSource, Decision, Recipe, Sizes
 log = logging.getLogger("mantissa")
 ATTENTION = ("sdpa", "eager")
 """torch's fused kernels; or a matmul, a softmax and a matmul, which keep scores of T × T."""
+WITH_WEIGHTS = "that save_pretrained wrote, with weights for torch"
+"""For messages: what a folder of transformers' models has to be."""
 _NUMBER = re.compile("[0-9]+")
 RECIPES = ("gpt2", "llama", "bert", "t5")
 """The recipes that open folders of transformers' models; a recipe's name is transformers' own for the type of model."""
@@ -184,7 +186,7 @@ class SizedRecipe(Recipe):
     def _opening(self) -> AbstractContextManager[dict[str, Any]]:
         """Give the arguments of ``from_pretrained``, whose errors become the user's."""
         key, failure = f"init_from={self.pretrained}", f"cannot be opened as a {self.name}"
-        return opening(str(self.pretrained), key, failure, "give a folder written by save_pretrained")
+        return opening(str(self.pretrained), key, failure, f"give a folder {WITH_WEIGHTS}")
 
     def config_options(self) -> dict[str, Any]:
         """Return the options of transformers' config that hold of a pretrained model, too, such as dropout."""
@@ -231,12 +233,7 @@ class SizedRecipe(Recipe):
             if self.size != "auto":
                 mistake = f"recipe.size={self.size}"
                 raise UserError(f"{mistake} has no effect with init_from, which sets the size", "", mistake=mistake)
-            positions = self._positions()
-            if positions and isinstance(self.context, int) and self.context > positions:
-                raise UserError(
-                    f"recipe.context={self.context} is longer than the pretrained model's {positions}",
-                    f"recipe.context={positions}",
-                )
+            check_context(self.context, self._positions())
             return []
         if self.size == "auto":
             size, why = (self.on_gpu, "for a GPU") if hardware.is_gpu else (self.on_cpu, "for a CPU")
@@ -326,6 +323,13 @@ class SizedRecipe(Recipe):
             use = "use data=python_docs, text, hub or synthetic"
             raise UserError(f"recipe={self.name} cannot read data={data.kind}; {use}")
         return data
+
+
+def check_context(context: int | str, positions: int | None) -> None:
+    """Raise UserError where samples are longer than a trained model takes; ``positions`` None: it takes any number."""
+    if positions and isinstance(context, int) and context > positions:
+        problem = f"recipe.context={context} is longer than the pretrained model's {positions}"
+        raise UserError(problem, f"recipe.context={positions}")
 
 
 def load_whole(cls: Any, key: str, place: Mapping[str, Any], **options: Any) -> tuple[Any, list[str]]:

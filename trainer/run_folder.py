@@ -28,6 +28,15 @@ from trainer.parallel.world import launch_id, launched_processes, restarted
 
 PATHS = ("data.path", "data.test", "data.name", "data.tokenizer", "recipe.pretrained", "init_from")
 """Options that are files or folders, or may be."""
+_LOCAL = (*PATHS, "recipe_path", "resume", "run", "path")
+"""Those of all scripts that are read on this machine, or from the hub or MLflow by an id."""
+
+
+def check_no_address(key: str, value: str) -> None:
+    """Raise UserError where an option that is a file or folder has an address of the web."""
+    if key in _LOCAL and "://" in value:
+        hub = ", or the id on the hub alone" if "huggingface.co/" in value else ""
+        raise UserError(f"{key}={value}: an address is not opened; download what is there, and give its path{hub}")
 
 
 class RunFolder:

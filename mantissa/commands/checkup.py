@@ -51,7 +51,9 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
     is_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or ("/" in source and path.parent.is_dir())
     if (is_path or path.exists()) and not (path / "config.json").exists():
         what = "there is no config.json in this folder" if path.is_dir() else "there is no such folder"
-        raise UsageError(f"{source}: {what}; give one that save_pretrained wrote")
+        saved = max(path.glob("*/config.json"), key=lambda file: (len(file.parent.name), file), default=None)
+        wanted = saved.parent if saved else "one that save_pretrained wrote"
+        raise UsageError(f"{source}: {what}; give {wanted}")
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
         mappings = {task: getattr(transformers, f"MODEL_FOR_{name}_MAPPING") for task, name in MAPPINGS.items()}
@@ -75,6 +77,8 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
         raise
     except Exception as error:  # of any kind: absent, unreachable, of unknown type, damaged
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if path.is_dir():
+            why += "; give a folder that save_pretrained wrote, with weights for torch"
         if pointers := [file.name for file in sorted(path.glob("*")) if file.is_file() and _is_pointer(file)]:
             why = f"{pointers[0]} is a pointer of Git LFS in the place of the file; get that with git lfs pull"
         best = path / "best" / "config.json"  # of a run

@@ -177,6 +177,8 @@ recipe=gpt2 | data=notes.txt | data=notes.txt is not a choice (
 - | tags.a.b=x | the name of a tag has no dot
 recipe=gpt2 | data=text 'data.path=mein Ordner ü' | data.path=mein Ordner ü: there is no such
 recipe=gpt2 | data=text data.path=docs.jsonl | is a file of rows
+recipe=gpt2 | data=text data.path=https://example.org/a.txt | an address is not opened; download what is there
+recipe=gpt2 | init_from=https://huggingface.co/gpt2 | give its path, or the id on the hub alone
 recipe=gpt2 | data=hub data.name=LICENSE | -
 recipe=bignet | eval_every=0 | ; set eval_every=1000000 eval_samples=1
 recipe=bignet | early_stopping.patience=0 | ; set early_stopping.patience=1 or early_stopping.patience=null
@@ -297,6 +299,9 @@ lr_range TINY | steps=5 | -
 lr_range TINY | schedule=cosine | has no effect: the test sets it itself
 lr_range TINY | parallel=ddp | parallel=ddp has no effect: each run has one process
 memory TINY precision=fp32,bf16 | -m | -
+memory | run=outputs/ended | here it is resume; set resume=outputs/ended
+advise TINY | run=outputs/ended | run=outputs/ended has no effect: advise.py only times
+lr_range TINY | lr=0.1 | lr=0.1 has no effect: the test sets it itself
 max_batch TINY | memory_budget=8 | memory_budget=8 is not a size, such as 8GiB
 max_batch TINY | memory_budget=9999GiB | has free now
 max_batch TINY | micro_batch_size=8 | has no effect: it is what this command finds

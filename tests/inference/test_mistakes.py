@@ -19,7 +19,7 @@ EVALUATE run=empty | - | has no weights in empty/best: it has no checkpoint eith
 EVALUATE run=unsaved | - | it was trained with checkpoint=none, which keeps none
 EVALUATE run=foreign | - | config.json is of a model of type mamba, which is not read here
 EVALUATE run=resnet | - | config.json is of ResNetForImageClassification, which is not read here
-generate prompt=a max_new_tokens=4 run=bare | - | run=bare has no tokenizer that opens
+generate prompt=a max_new_tokens=4 run=bare | - | run=bare has no tokenizer that opens (there is none, or
 EVALUATE run=bare data=text data.path=text.txt | - | run=bare has no tokenizer that opens
 generate max_new_tokens=4 run=small | prompt=fox | the model of run=small knows 90; give it the tokenizer
 EVALUATE run=mlflow:a/b | - | is not a valid run; use run=mlflow:RUN_ID
@@ -29,6 +29,8 @@ EVALUATE GPT2 | recipe=llama | recipe has no effect: run=outputs/gpt2 is a gpt2;
 EVALUATE GPT2 | optimizer.lr=1 | has no effect on a model that is trained
 EVALUATE GPT2 | preciison=bf16 | preciison is not an option
 EVALUATE GPT2 | data=digits | recipe=gpt2 cannot read data=digits
+EVALUATE GPT2 | recipe.context=17 | is longer than the pretrained model's 16; set recipe.context=16
+EVALUATE data=text data.path=text.txt run=outputs/bert/best | recipe.context=513 | set recipe.context=512
 EVALUATE GPT2 | split=test | (data.test=… names one)
 EVALUATE GPT2 | micro_batch_size=4,8 | has several values; only those of precision=
 EVALUATE GPT2 | precision=fp32,bf16 | 8 samples cannot fill the 20 batches of an interval; set eval_samples=20
@@ -46,6 +48,8 @@ generate prompt=a GPT2 max_new_tokens=4 | data=text | has no effect on a model t
 generate prompt=a GPT2 max_new_tokens=4 | precision=bf61 | -
 generate prompt=a run=outputs/bert | - | is a bert, which cannot generate text; give a run of gpt2, llama or t5
 generate prompt=a PHOTOS | - | is a resnet, which cannot generate text
+EVALUATE outputs/images | run=outputs/gpt2 | run is typed twice, and takes one value; set run=outputs/gpt2
+predict PHOTOS | path=https://example.org/a.png | an address is not opened; download what is there
 predict PHOTOS | path=outputs/gpt2 | no images in this folder (looked for .jpg
 predict PHOTOS | path=phone | passed over: 1 .heic)
 predict PHOTOS | path=cut | path=cut: no photo can be read; give images such as .jpg or .png files

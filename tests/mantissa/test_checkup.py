@@ -96,6 +96,7 @@ def pointer(file: Path) -> None:
     ("damage", "words"),
     [
         (cut, "cannot be loaded: Error while deserializing header"),
+        (lambda file: file.rename(file.with_name("tf_model.h5")), "wrote, with weights for torch"),
         (pointer, "model.safetensors is a pointer of Git LFS"),
         (lambda file: pointer(file.with_name("config.json")), "config.json is a pointer of Git LFS"),
     ],
@@ -119,6 +120,7 @@ def test_why_a_folder_cannot_be_loaded_is_said(
         (["path/to/model"], "path/to/model: there is no such folder"),
         (["nobody/nothing"], "nobody/nothing cannot be loaded: We couldn't connect"),
         (["{empty}"], ": there is no config.json in this folder; give one"),
+        (["{outputs}"], ": there is no config.json in this folder; give {outputs}/checkpoint-10"),
         (["{run}"], "run cannot be loaded: it is the folder of a run; give {run}/best"),
         (["{speech}"], "a model of type wav2vec2 is no language model"),
         (["{half}"], "WhisperForConditionalGeneration is no language model"),  # of which only a decoder would be loaded
@@ -139,6 +141,9 @@ def test_a_mistake_is_a_sentence(
     folders["empty"].mkdir()
     folders["run"] = tmp_path / "run"
     hf.GPT2Config().save_pretrained(folders["run"] / "best")
+    folders["outputs"] = tmp_path / "outputs"
+    for step in (5, 10):
+        hf.GPT2Config().save_pretrained(folders["outputs"] / f"checkpoint-{step}")
     (folders["run"] / "config.json").write_text('{"recipe": "gpt2"}')
     folders["file"] = tmp_path / "model.gguf"
     folders["file"].touch()

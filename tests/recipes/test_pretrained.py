@@ -329,6 +329,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
         edited(lambda state: {name: each.log() if "wpe" in name else each for name, each in state.items()}),
         r"1 tensor \(transformer.wpe.weight\) with NaN or infinities",
     ),
+    "of TensorFlow": (
+        lambda path: (path / "model.safetensors").rename(path / "tf_model.h5"),
+        "give a folder that save_pretrained wrote, with weights for torch",
+    ),
     "cut shard": (sharded, "model-00001-of-00004.safetensors cannot be read"),
     "own code": (of_own_code, "it brings code of its own, which is not run"),
     "quantized": (configured(quantization_config={"quant_method": "gptq", "bits": 4}), r"are quantized \(gptq\)"),

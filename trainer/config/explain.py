@@ -220,6 +220,7 @@ OTHER_NAMES = {
     "save_steps": "checkpoint.every",
     **dict.fromkeys(("logger", "report_to"), "tracking"),
     "pretrained": "init_from",
+    "run": "resume",
 }
 """Other trainers' names of keys that the key here does not resemble, or what one of their flags does."""
 NOT_HERE = {

@@ -19,6 +19,7 @@ from mantissa.errors import UsageError, refusal
 from trainer.config.text import listed, make_printable, say, unquoted, values_of
 from trainer.errors import RunError, UserError, most_like, redacted
 from trainer.parallel.world import UNSET, check_launch, launched_processes
+from trainer.run_folder import check_no_address
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -100,7 +101,7 @@ def parse(
     others: Literal["none", "overrides", "paths"] = "none",
     **given: Any,
 ) -> tuple[Options, list[str]]:
-    """Read ``key=value`` arguments into a dataclass; if a key is given twice, the last value counts.
+    """Read ``key=value`` arguments into a dataclass.
 
     Args:
         arguments: of the command line.
@@ -114,7 +115,7 @@ def parse(
 
     Raises:
         UserError: an option with dashes, an unknown key (of overrides: one that is near an option, or has no effect),
-            a key without a value, or a value of another type.
+            a key without a value, a value of another type, or an option that is typed twice.
     """
     names = [entry.name for entry in dataclasses.fields(options)]
     values: dict[str, Any] = {}
@@ -134,6 +135,10 @@ def parse(
         if equals and key in names:
             if not text:
                 raise UserError(f"{key}= has no value; write {key}=…")
+            if key in values:
+                typed = [each for each in arguments if each.startswith(f"{key}=") or each == values[key]]
+                remedies = [shlex.quote(each) for each in dict.fromkeys(typed) if each.startswith(f"{key}=")]
+                raise UserError(f"{key} is typed twice, and takes one value", *remedies, mistake=shlex.join(typed))
             values[key] = _value(options, key, unquoted(text))
         elif ((equals or key.startswith("~")) and others == "overrides") or (
             others == "paths" and not dashes and (not equals or Path(argument).exists())
@@ -147,6 +152,8 @@ def parse(
             raise UserError(f"{argument}: {name} is not an option ({', '.join(names)})", *remedies, mistake=argument)
         else:
             raise UserError(f"{argument!r} is not an option; write key=value")
+    for key, value in (values | given).items():
+        check_no_address(key, str(value))
     if others == "overrides":
         check_keys(rest, options)
     return options(**values | given), rest
@@ -166,16 +173,17 @@ def check_keys(overrides: list[str], options: type[Options]) -> None:
     known = {"experiment", *known_options()}
     for override in overrides:
         key = key_of(override)
-        group = key.partition(".")[0]
-        unknown = "." not in key and key not in known and intended_key(key) == key
+        meant = intended_key(key).partition("=")[0]
+        group = meant.partition(".")[0]
+        unknown = "." not in key and key not in known and meant == key
         near = most_like(key, own)
         typed = shlex.quote(override)
         if unknown and (near or takes):
             remedies = [f"{near}={shlex.quote(override.partition('=')[2])}"] if near else []
             raise UserError(f"{key} is not an option ({', '.join(own)})", *remedies, mistake=typed)
-        if why := fixed.get(key) or fixed.get(group):
+        if why := fixed.get(meant) or fixed.get(group):
             raise UserError(f"{override} has no effect: {why}", "", mistake=typed)
-        if takes and not {key, intended_key(key).partition(".")[0]} & {*takes}:
+        if takes and not {key, group} & {*takes}:
             raise UserError(f"{override} has no effect on a model that is trained", "", mistake=typed)
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from trainer.checkpoint import store as checkpoint
+from trainer.config.command_line import as_typed
 from trainer.config.registration import flatten, key_of
 from trainer.config.schema import Config
 from trainer.config.settle import Plan, plan_of
@@ -134,6 +135,8 @@ def check_same(folder: RunFolder, before: Mapping[str, Any], now: Mapping[str, A
             each for each in typed if key_of(each) in ("resume", *{key.removesuffix(".mode") for key in different})
         ]
         kept = [each for each in wrong if key_of(each) == "resume"]
+        if kept == ["resume=auto"]:  # which finds the run by its name and its folder, where these are typed
+            kept = [f"resume={as_typed(str(folder.path))}"]
         raise UserError(
             f"cannot resume {folder.path}: {changes}; continue it as it was, or start a new one from its weights",
             *([shlex.join(kept)] if kept and kept != wrong else []),

@@ -178,6 +178,8 @@ def warnings(trainer: Trainer, folder: Path) -> list[str]:
             "some 16-bit operators have other kernels than before the resume, because the processor, precision.kernels "
             "or the version differs: results differ by rounding"
         )
+    if Path(trainer.config.output_dir).expanduser().resolve() != folder.parent.resolve():
+        sentences.append(f"output_dir={trainer.config.output_dir} has no effect: the run continues in {folder}")
     if stretched := _stretched(trainer):
         sentences.append(stretched)
     samples, patience = len(trainer.datasets.train), trainer.config.early_stopping.patience

@@ -48,7 +48,7 @@ class Pretrained(Tokenizer):
             tokenizer = AutoTokenizer.from_pretrained(**place)
             # Transformers makes up an empty one for a config alone; of T5, it has the sign of a space.
             if set(tokenizer.get_vocab()) <= {"▁", *tokenizer.all_special_tokens}:
-                raise ValueError("it has special tokens only")
+                raise ValueError("there is none, or it has special tokens only")
             if not hasattr(tokenizer, "backend_tokenizer"):
                 raise ValueError("it is none of the tokenizers library")
         return cls(name, tokenizer)

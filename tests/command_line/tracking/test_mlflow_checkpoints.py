@@ -136,7 +136,9 @@ def test_what_does_not_arrive_is_named_and_sent_later(
 def test_a_run_is_continued_in_its_own_folder_while_that_is_there(succeed: Train, client: MlflowClient) -> None:
     succeed(*JOB, "steps=3")
     own = run_id(RUN)
-    assert "run, resumed after step 3" in succeed(f"resume=mlflow:{own}", "steps=6", "output_dir=other").out
+    done = succeed(f"resume=mlflow:{own}", "steps=6", "output_dir=other")
+    assert "run, resumed after step 3" in done.out
+    assert "output_dir=other has no effect: the run continues in " in done.out
     assert not list(Path("other").iterdir())
     assert state(client, own)[3] == Counter(range(1, 7))
 

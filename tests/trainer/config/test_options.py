@@ -31,7 +31,7 @@ class Options:
 def test_options_and_other_arguments_are_separated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a=b").mkdir()
-    options, paths = parse(["uri=sqlite:///x.db?a=b", "outputs/run", "a=b", "runs=2", "runs=3"], Options, "paths")
+    options, paths = parse(["uri=sqlite:///x.db?a=b", "outputs/run", "a=b", "runs=3"], Options, "paths")
     assert options == Options(uri="sqlite:///x.db?a=b", runs=3)
     assert paths == ["outputs/run", "a=b"]
     typed = ["precision=bf16", "optimizer.lr=", "lr=1", "arm.rnus=x", "space.steps=range(1,2)"]
@@ -64,6 +64,11 @@ def test_mistakes_are_one_sentence(argument: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         parse([argument], Options)
     assert message in str(caught.value)
+
+
+def test_an_option_that_is_typed_twice_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^runs is typed twice, and takes one value; set runs=2 or runs=3$"):
+        parse(["runs=2", "runs=3", "x=1", "x=2"], Options, "overrides")
 
 
 @pytest.mark.parametrize(

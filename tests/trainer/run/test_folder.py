@@ -68,6 +68,13 @@ def test_refuses_what_would_be_another_run(folder: RunFolder, change: dict[str, 
         check_same(folder, folder.config(), RUN | change)
 
 
+@pytest.mark.parametrize("typed", [["recipe.image_size=64", "resume=auto"], ["resume=auto"]], ids=str)
+def test_a_run_that_was_found_by_its_name_is_continued_by_its_folder(folder: RunFolder, typed: list[str]) -> None:
+    with pytest.raises(UserError) as raised:
+        check_same(folder, folder.config(), RUN | {"recipe.image_size": 64}, typed)
+    assert raised.value.remedies == (f"resume={folder.path}",)
+
+
 def test_the_microbatch_is_part_of_a_run_that_must_repeat_bit_for_bit(folder: RunFolder) -> None:
     folder.write_config(RUN | {"deterministic": True})
     with pytest.raises(UserError, match="micro_batch_size was 8, now 4"):
