@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ from torch import Tensor, nn
 
 import mantissa
 from mantissa.doctor.budget import Budget, LeftOutError
+from mantissa.doctor.checks import CHECKS
 from mantissa.doctor.course import NOT_TRAINED, Course
+from mantissa.doctor.diagnosis import diagnose
+from mantissa.doctor.examine import take
 from mantissa.doctor.explosion import explosion, losses_of
 from mantissa.doctor.finding import DOMAIN, OPTION, OVERFLOW, RATE, Cure
 from mantissa.doctor.outliers import without_outliers
@@ -83,9 +87,8 @@ def test_a_cure_that_the_reference_has_shown_needs_no_more_time(monkeypatch: pyt
         return made
 
     monkeypatch.setattr(Budget, "run", ends)
-    (finding,) = (
-        each for each in examined(Net([nn.Linear(NARROW, NARROW)]), 1e4, "fp32").findings if each.kind == RATE
-    )
+    taken = replace(take(of_loop("fp32", 1e4), ""), history="the loss rises")
+    (finding,) = diagnose(taken, CHECKS, 600).findings
     assert "trained in float64 alone; no time was left" in finding.cure[0]
 
 
