@@ -146,7 +146,8 @@ def parse(
             remedies = [f"{near}={shlex.quote(text)}"] if near and text else []
             raise UserError(f"{argument}: {name} is not an option ({', '.join(names)})", *remedies, mistake=argument)
         else:
-            raise UserError(f"{argument!r} is not an option; write key=value")
+            own = f" ({', '.join(names)})" if names else ""
+            raise UserError(f"{argument!r} is not an option{own}; write key=value")
     if others == "overrides":
         check_keys(rest, options)
     return options(**values | given), rest
