@@ -110,9 +110,9 @@ def on_every_rank() -> Iterator[None]:
         raise
 
 
-def check_number(key: str, value: int | str | None, least: int = 1) -> None:
+def check_number(key: str, value: float | str | None, least: int = 1) -> None:
     """Raise UserError where an option is neither a whole number of at least ``least``, nor ``auto``, nor left out."""
-    if isinstance(value, str) and value != "auto":
+    if isinstance(value, str | float) and value != "auto":
         raise UserError(f"{key}={value} must be a whole number, or auto")
     if isinstance(value, int) and value < least:
         raise UserError(f"{key}={value} must be at least {least}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dis
+import functools
 import inspect
 import json
 import math
@@ -12,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -47,6 +49,13 @@ class LossOutput(NamedTuple):
     targets: Any = None
     """What ``update`` takes beside them. Of a classifier B class numbers, int64."""
 
+    @property
+    def has_sums(self) -> bool:
+        """Whether its sums are scalars, the loss a tensor."""
+        if not isinstance(self.loss_sum, Tensor) or not isinstance(self.metric_sums, dict):
+            return False
+        return not any(getattr(each, "ndim", 0) for each in (self.loss_sum, *self.metric_sums.values()))
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -69,8 +78,32 @@ class Decision(NamedTuple):
 
 NO_OPTION = {"omegaconf_ignore": True}
 """Metadata of a config's field that users do not set."""
-_MUST_HAVE = ("sizes", "datasets", "build_model", "count_targets", "loss")
-"""The methods that every recipe defines."""
+_MUST_HAVE = {
+    "sizes": Sizes,
+    "datasets": Datasets,
+    "build_model": nn.Module,
+    "count_targets": Integral,
+    "loss": LossOutput,
+}
+"""The methods that every recipe defines, and what they return."""
+_RETURNS = _MUST_HAVE | {"resolve": tuple, "blocks": list, "count_units": Integral, "metrics": dict, "report": dict}
+
+
+def _checked(method: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a recipe that refuses to return anything but its type."""
+
+    @functools.wraps(function)
+    def checked(self: Recipe, *args: Any, **kwargs: Any) -> Any:
+        value, wanted = function(self, *args, **kwargs), _RETURNS[method]
+        if not isinstance(value, wanted) or (isinstance(value, LossOutput) and not value.has_sums):
+            returns = (
+                f"recipe={self.name}: {method} returns {type(value).__name__}, but has to return {wanted.__name__}"
+            )
+            of = " of scalar tensors: loss_sum, and a dictionary, metric_sums" if wanted is LossOutput else ""
+            raise UserError(f'{returns}{of}; see "Your own recipe" in docs/recipes.md', shared=True)
+        return value
+
+    return checked
 
 
 @dataclass
@@ -171,11 +204,13 @@ class Recipe:
         super().__init_subclass__(**given)
         if "loss" in vars(cls):
             cls.known_sum = bool(vars(cls).get("known_sum"))
+        for method in _RETURNS.keys() & vars(cls):
+            setattr(cls, method, _checked(method, vars(cls)[method]))
 
     def check_complete(self) -> None:
         """Raise UserError where the recipe lacks a method that training calls."""
         for method in _MUST_HAVE:
-            if getattr(type(self), method) is getattr(Recipe, method):
+            if inspect.unwrap(getattr(type(self), method)) is getattr(Recipe, method):
                 of = f"{type(self).__name__} (recipe={self.name})"
                 raise UserError(f"{of} has no {method}; write it, as recipes/bignet.py does")
 

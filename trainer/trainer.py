@@ -17,7 +17,7 @@ from mantissa.step.ledger import MemoryLedger
 from mantissa.tensors import random_state, set_random_state
 from trainer.config.schema import Config
 from trainer.config.settle import Settled, plan_of, settle
-from trainer.data.contract import Batch, Dataset, SampleId
+from trainer.data.contract import Batch, Dataset, SampleId, checked_batch
 from trainer.data.evaluation import Evaluation, Progress
 from trainer.data.loader import DataOrder, to_device
 from trainer.errors import UserError, first_line
@@ -171,19 +171,27 @@ class Trainer:
         finally:
             set_random_state(generators, self.device)
 
-    def observe(self, *recorders: AbstractContextManager[Any], most: int = _INSPECTED) -> None:
-        """Take an eager forward pass in training over the first samples under the recorders, and change nothing."""
+    def observe(
+        self, *recorders: AbstractContextManager[Any], most: int = _INSPECTED, differentiable: bool = False
+    ) -> LossOutput:
+        """Take an eager forward pass in training over the first samples under the recorders, and change nothing.
+
+        ``differentiable``: with gradients, which in FSDP would leave stale state, as there is no backward pass.
+        """
         model, training, benchmark = self.model, self.model.training, torch.backends.cudnn.benchmark
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         batch = self.first_samples(most)
         try:
             model.train()
             torch.backends.cudnn.benchmark = False  # not worth it for a few samples
-            # With gradients, a forward pass without a backward pass would leave stale state in FSDP.
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"), ExitStack() as entered:
+            with (
+                torch.set_grad_enabled(differentiable),
+                torch.compiler.set_stance("force_eager"),
+                ExitStack() as entered,
+            ):
                 for recorder in recorders:
                     entered.enter_context(recorder)
-                self._inspecting_forward(batch)
+                return self._inspecting_forward(batch)
         finally:
             torch.backends.cudnn.benchmark = benchmark
             model.train(training)
@@ -199,10 +207,16 @@ class Trainer:
         """
         batching, own = self.plan.batching, isinstance(self.recipe, UserRecipe)
         normed = any(isinstance(each, _BatchNorm) for each in self.model.modules())
-        if not own and (batching.micro_batch_size > 1 or not normed):
+        if self.recipe.known_sum and not own and (batching.micro_batch_size > 1 or not normed):
             return
+        for data in filter(None, (self.datasets.train, self.datasets.valid, self.datasets.test)):
+            self.count([checked_batch(data, [SampleId(0, None)])])
         try:
-            self.observe(most=_TRIED if own else _INSPECTED)
+            differentiable = self.config.parallel.kind != "fsdp" and not own  # whose loss ``check`` has looked at
+            output = self.observe(most=_TRIED if own else _INSPECTED, differentiable=differentiable)
+            if differentiable and not output.loss_sum.requires_grad:
+                why = "the loss has no gradient; look for .detach() and .item()"
+                raise UserError(f"recipe={self.recipe.name}: {why}", shared=True)
         except (UserError, torch.OutOfMemoryError):
             raise
         except Exception as error:

@@ -57,12 +57,32 @@ class Datasets:
     test: Dataset | None = field(default=None, kw_only=True)
     """The test data, evaluated once, at the end, with the best weights; None: there is none."""
 
+    def __post_init__(self) -> None:
+        for role in ("train", "valid") if self.test is None else ("train", "valid", "test"):
+            if not (hasattr(given := getattr(self, role), "batch") and hasattr(given, "__len__") and len(given)):
+                raise UserError(
+                    f"Datasets: {role} is {type(given).__name__}, and is to have a __len__ above 0 and a method "
+                    'batch(samples); see "Your own recipe" in docs/recipes.md'
+                )
+
     def facts(self) -> dict[str, str]:
         """Return what a person knows these data by, such as counts, to say what differs on resume."""
         return {"training samples": f"{len(self.train):,}", "validation samples": f"{len(self.valid):,}"}
 
     def keep(self, folder: Path) -> None:
         """Write into the run folder what a later run needs of this data beside the weights."""
+
+
+def checked_batch(dataset: Dataset, samples: Sequence[SampleId]) -> Batch:
+    """Return a batch of what may be a user's own dataset; raise UserError where it is no batch."""
+    batch = dataset.batch(samples)
+    kinds = [type(each).__name__ for each in (batch.values() if isinstance(batch, dict) else [batch])]
+    if not isinstance(batch, dict) or not all(isinstance(each, Tensor) for each in batch.values()):
+        returns = (
+            f"{type(dataset).__name__}.batch returns {', '.join(kinds)}, but has to return a dictionary of tensors"
+        )
+        raise UserError(f'{returns}; see "Your own recipe" in docs/recipes.md', shared=True)
+    return batch
 
 
 def fingerprint(*datasets: Dataset) -> str:

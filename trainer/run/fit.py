@@ -12,7 +12,7 @@ import torch
 from mantissa.step.ledger import MIB, STEADY
 from trainer.config.schema import Config
 from trainer.config.settle import MICRO, Settled, alone, free_bytes
-from trainer.data.contract import Datasets, SampleId
+from trainer.data.contract import Datasets, SampleId, checked_batch
 from trainer.data.loader import Batching
 from trainer.errors import OutOfMemory, first_line
 from trainer.hardware import CPU, keep_freed_memory, release_kept_memory
@@ -97,7 +97,7 @@ def rough_bytes(recipe: Recipe, datasets: Datasets, micro_batch_size: int) -> in
     try:
         with torch.device("meta"):
             shapes = [parameter.shape for parameter in recipe.build_model(datasets).parameters()]
-        sample = datasets.train.batch([SampleId(0, None)]).values()
+        sample = checked_batch(datasets.train, [SampleId(0, None)]).values()
     except Exception:  # it computes while it is built, or it is broken, and then the trainer reports the error
         return None
     rows = max((shape[0] for shape in shapes if len(shape) == 2), default=0)

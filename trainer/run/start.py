@@ -145,8 +145,8 @@ def _train(
                 trainer = run_class.trainer_class(settled)
             stack.callback(trainer.close)
             scores = Scores(trainer.config, trainer.metrics.lower_is_better)
-            scores.check_known(trainer.metric_names, always=bool(trainer.metrics))
             trainer.check_first_pass()
+            scores.check_known(trainer.metric_names, always=bool(trainer.metrics))
             if saved is None:
                 trainer.check_sum()
 
