@@ -179,6 +179,13 @@ class Recipe:
                 of = f"{type(self).__name__} (recipe={self.name})"
                 raise UserError(f"{of} has no {method}; write it, as recipes/bignet.py does")
 
+    def returned(self, method: str, value: Any, wanted: type) -> Any:
+        """Return what a method of a recipe has returned; raise UserError where that is of another type."""
+        if isinstance(value, wanted):
+            return value
+        returns = f"{method} returns {type(value).__name__}, but has to return {wanted.__name__}"
+        raise UserError(f'recipe={self.name}: {returns}; see "Your own recipe" in docs/recipes.md', shared=True)
+
     def check_reads(self, data: DataSource, typed: Iterable[str]) -> None:
         """Raise UserError where ``datasets`` has no use for data that was ``typed``: its code does not name it."""
         code = inspect.unwrap(type(self).datasets).__code__
@@ -493,12 +500,13 @@ def losses_of_some(recipe: Recipe, model: Any, data: Dataset, device: torch.devi
     model.eval()
     try:
         samples = data.batch([SampleId(index, 0) for index in places.tolist()])
+        recipe.returned("batch of its datasets", samples, dict)
         set_random_state(generators, device)  # some data are augmented with them
         rows = [slice(len(places)), *(slice(row, row + 1) for row in range(len(places)))]
         parts = [{name: tensor[some] for name, tensor in samples.items()} for some in rows]
         targets, *of_each = map(recipe.count_targets, parts)
         on_device = ({name: tensor.to(device) for name, tensor in part.items()} for part in parts)
-        outputs = [recipe.loss(model, part) for part in on_device]
+        outputs = [recipe.returned("loss", recipe.loss(model, part), LossOutput) for part in on_device]
         together, *alone = [float(output.loss_sum) for output in outputs]
         drawn = any(not torch.equal(state, generators[name]) for name, state in random_state(device).items())
     except UserError:

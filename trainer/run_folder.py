@@ -83,6 +83,8 @@ class RunFolder:
             why = "this is a file" if path.exists() else f"there is no such {'file or ' * (key == 'init_from')}folder"
             which = "a file of weights, or a run" if key == "init_from" else "a run"
             around = next((str(run.path) for folder in path.parents if (run := run_of(folder))), "")
+            if run_of(there := Path(output_dir).expanduser() / path):
+                raise UserError(f"{key}={given}: {why}", shlex.quote(f"{key}={there}"), mistake=shlex.quote(given))
             near = around or _example(path.parent, output_dir, key)
             raise UserError(f"{key}={given}: {why}; give {which} folder, such as {near}")
         if (run := run_around(path)) and (key == "resume" or CHECKPOINTS in (path.name, path.parent.name)):

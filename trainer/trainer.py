@@ -150,7 +150,7 @@ class Trainer:
 
     def first_model(self) -> nn.Module:
         """Return the recipe's model with its first weights, on the device. The memory forecast overrides this."""
-        model = self.recipe.build_model(self.datasets)
+        model: nn.Module = self.recipe.returned("build_model", self.recipe.build_model(self.datasets), nn.Module)
         if self.config.source is not None:
             self.decisions = self.config.source.load(self.recipe, model, self.datasets)
         return model.to(self.device)

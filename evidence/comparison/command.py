@@ -11,7 +11,7 @@ from evidence.comparison.report import report, write_report
 from evidence.runs import Arm, check_labels, redacted_arguments
 from mantissa.verdict.runs import SEED_SHIFT
 from trainer.config.options import ONE_PROCESS, Overriding, check_keys, parse
-from trainer.config.registration import choices
+from trainer.config.registration import choices, key_of
 from trainer.config.text import fraction, listed, unquoted
 from trainer.errors import UserError, check_folder_name, nearest
 
@@ -58,6 +58,9 @@ class CompareOptions(Overriding):
                 "arms=fp32,bf16",
                 mistake=" ".join(f"arm.{label}" for label, _ in arms),
             )
+        for text in common:
+            if all(key_of(text) in map(key_of, own) for _, own in arms):
+                raise UserError(f"{text} has no effect: each arm sets it", "", mistake=shlex.quote(text))
         return common, arms
 
 

@@ -36,6 +36,7 @@ TRAIN = r"""
 - | recipe=gpt2 recipe.n_layer=2 | recipe.n_layer is not a key of the config; recipe has size,
 - | recipe=resnet50 | ; set recipe=resnet
 - | device=tpu | device=tpu is not a device (cpu, cuda
+- | metrics=f1 | metrics=f1 must be a list, such as [a,b], or null: accuracy,
 - | metrics=[f1_marco] | metrics=[f1_marco] is not one of accuracy,
 - | +typo=1 | typo is not a key of the config … --cfg job
 - | early_stopping=3 | set one of its options: early_stopping.patience, early_stopping.min_
@@ -122,6 +123,7 @@ recipe=gpt2,bignet | - | recipe=gpt2,bignet has several values … ; set -m reci
 recipe=gpt2 | freeze=wte,wpe | ; set 'freeze=[wte,wpe]'
 recipe=gpt2 | freeze=wte | ; set 'freeze=[wte]'
 recipe=bignet | optimizer.betas=0.9,0.95 | ; set 'optimizer.options.betas=[0.9,0.95]'
+recipe=bignet | optimizer.betas=(0.9,0.95) | square brackets; set 'optimizer.options.betas=[0.9,0.95]'
 recipe=bignet | optimizer.options.betas=0.9,0.95 | ; set 'optimizer.options.betas=[0.9,0.95]'
 -m recipe=bignet | seeds=0,1 | ; set seed=0,1
 -m recipe=bignet | precision=fp32,fp64 | -
@@ -173,6 +175,8 @@ recipe=bignet | parallel=ddp | -
 recipe=bignet | device=cuda | -
 recipe=gpt2 data=text data.path=notes.txt | recipe.context=4096 | -
 # data and files
+- | @mine.yaml | conf/experiment/mine.yaml of a folder it is experiment=mine recipe_path=FOLDER
+data=text | data.path=[a.txt,b.txt] | data.path is one file or folder
 recipe=gpt2 | data=notes.txt | data=notes.txt is not a choice (
 - | tags.a.b=x | the name of a tag has no dot
 recipe=gpt2 | data=text 'data.path=mein Ordner ü' | data.path=mein Ordner ü: there is no such
@@ -211,6 +215,7 @@ def files(folder: Path) -> Path:
     (folder / "runs/mine/config.json").write_text('{"precision.mode": "bf16"}')
     (folder / "exported/config.json").write_text('{"model_type": "gpt2"}')
     (folder / "docs.jsonl").write_text('{"text": "a row of words"}\n' * 900)
+    (folder / "mine.yaml").write_text("steps: 5\n")
     for name in ("notes.txt", "LICENSE"):
         (folder / name).write_text("one two three four five\n" * 900)
     return folder
@@ -266,6 +271,7 @@ compare TINY | - | -
 compare PAIR | seeds=1 | seeds=1 must be two or more different numbers from 0 to 999
 compare PAIR | margin=0 | margin=0 must be a number above 0
 compare PAIR | name=a/b | name=a/b must be the name of a folder
+compare PAIR | precision=fp16 | precision=fp16 has no effect: each arm sets it; leave it out
 compare PAIR | baseline=bf61 | is not among the arms (fp32, bf16)
 compare PAIR | seed=3 | seed=3 has no effect: set for every run
 compare PAIR | parallel=ddp | -
@@ -319,6 +325,7 @@ reproduce | claim=shakespeare_cpu device=cpu | it needs data.path=…
 reproduce claim=bignet_memory | device=tpu | -
 evaluate | - | missing required option: run
 evaluate | nowhere | run=nowhere: there is no such folder
+evaluate | ended | run=ended: there is no such folder; set run=outputs/ended
 generate run=outputs/ended | - | missing required option: prompt
 predict run=outputs/ended | path=nowhere | there is no such file or folder; give a photo, or a folder of them
 sync | uri=runs.db | -

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.utils import get_args_parser
@@ -22,6 +23,7 @@ from trainer.config.explain import (
     has_value,
     intended_key,
     meant,
+    shown_by,
     takes_list,
     types_of,
 )
@@ -121,6 +123,13 @@ def read(arguments: Sequence[str]) -> CommandLine:
             raise UserError(problem)
         if flag.lstrip("+").startswith("tags.") and flag.count(".") > 1:
             raise UserError(f"{argument}: the name of a tag has no dot")
+        if override is None and (bracketed := re.fullmatch(r"([^=]+)=\((.*)\)", argument)):
+            ours = bracketed[1] if types_of(bracketed[1]) else intended_key(bracketed[1].rpartition(".")[2])
+            remedy = shlex.quote(f"{ours}=[{bracketed[2]}]")
+            raise UserError(f"{argument}: a list is in square brackets", remedy, mistake=shlex.quote(argument))
+        if (file := Path(argument.lstrip("@"))).suffix in (".yaml", ".yml") and file.is_file():
+            how = f"as conf/experiment/{file.stem}.yaml of a folder it is experiment={file.stem} recipe_path=FOLDER"
+            raise UserError(f"{argument} is no override: {how}; see docs/configure.md")
         if override is None or argument[:1] in ("=", "@"):
             raise UserError(f"{argument!r} is not an override; write key=value, without blanks, such as precision=bf16")
         overrides.append(override)
@@ -208,7 +217,7 @@ def _check_names(override: Override) -> None:
         if near and head not in groups:
             remedy = shlex.quote(typed.replace(head, near, 1))
             raise UserError(
-                f"{head} is not a key of the config (train.py --cfg job shows all)", remedy, mistake=shlex.quote(typed)
+                f"{head} is not a key of the config ({shown_by()} shows all)", remedy, mistake=shlex.quote(typed)
             )
         return
     if override.is_add():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
@@ -17,6 +19,8 @@ from mantissa.names import format_name
 from trainer.config import registration as config
 from trainer.config.text import values_of
 from trainer.errors import UserError, most_like
+from trainer.files import PROJECT
+from trainer.run_folder import PATHS
 
 
 @contextmanager
@@ -38,6 +42,9 @@ def _explained(error: BaseException, where: str) -> UserError:
     cause, text = chain[-1], "\n".join(map(str, chain))
     if file := re.search(r"^In '(.+)/(.+)': \w+ raised while composing", text):
         where += f"{file[1]}={file[2]}: "
+        path = config.yaml_files(file[1])[file[2]]
+        if "_schema" not in path.read_text(encoding="utf-8") and file[1] in config.groups():
+            return _without_schema(path, file[1])
     if isinstance(cause, MissingConfigException) and cause.missing_cfg_file and cause.options:
         return _missing(cause.missing_cfg_file, [name for name in cause.options if not name.endswith("_schema")], where)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
@@ -59,9 +66,25 @@ def _explained(error: BaseException, where: str) -> UserError:
         return UserError(f"{where}{typed}: an option cannot be removed", "", mistake=typed)
     kind = str(next((entry.type for entry in known_options().get(key, {}).values()), ""))
     if any(isinstance(each, ValidationError | TypeError) for each in chain) and kind and "expected one of" not in first:
+        if key in (*PATHS, "data.pattern") and value.startswith("["):
+            return UserError(f"{where}{typed}: {key} is one {'pattern' if key == 'data.pattern' else 'file or folder'}")
         others = [shlex.quote(f"{key}=[{value}]"), f"-m {key}={value.strip('[]')}"] if override else []
-        return UserError(f"{where}{typed} must be {values_of(kind)}", *others, mistake=typed if others else "")
+        problem = f"{where}{typed} must be {values_of(kind)}"
+        if key == "metrics":
+            from trainer.metrics import NAMED  # it takes torch
+
+            problem += f": {', '.join(NAMED)}"
+        return UserError(problem, *others, mistake=typed if others else "")
     return UserError(f"{where}{typed}: {first}" if typed else f"{where}{first}")
+
+
+def _without_schema(path: Path, group: str) -> UserError:
+    """Return what the YAML of a choice begins with, where it has no schema."""
+    lines = f"defaults: [{' or '.join(f'{name}_schema' for name in config.groups()[group])}, _self_]"
+    if group == "recipe":
+        defaults = f"defaults: [{path.stem}_schema@recipe, {{override /data: own}}, _self_]"
+        lines = f"# @package _global_, then {defaults}, and its options below recipe:"
+    return UserError(f"{path} lacks its schema: begin with {lines}")
 
 
 def has_value(key: str, typed: str) -> UserError:
@@ -122,7 +145,7 @@ def _unknown(key: str, owner: Any, value: str, where: str) -> UserError:
             return meant(near, value, problem, typed)
         return UserError(f"{problem}: did you mean {ours}?", *([f"{ours}={value}"] if value else []), mistake=typed)
     typable = ", ".join(name for name in options if f"{group}.{name}" != PRETRAINED)
-    return UserError(f"{problem}; {group} has {typable}; train.py --cfg job shows all of them")
+    return UserError(f"{problem}; {group} has {typable}; {shown_by()} shows all of them")
 
 
 def meant(key: str, value: str, problem: str, typed: str) -> UserError:
@@ -148,7 +171,7 @@ def meant(key: str, value: str, problem: str, typed: str) -> UserError:
     if ours == name and name not in known:
         ours = intended_key(most_like(name, [*(each for each in known if "." not in each), *OTHER_NAMES]))
         if not ours:
-            return UserError(f"{problem}; train.py --cfg job shows all of them")
+            return UserError(f"{problem}; {shown_by()} shows all of them")
     key = ours.partition("=")[0]
     if key != name:
         problem += f": here it is {key}" + (f" ({', '.join(config.choices(key))})" if config.choices(key) else "")
@@ -190,6 +213,13 @@ def _files_with(group: str, inner: str) -> list[str]:
     """Return the choices whose YAML file has an option: those of ``optimizer.options.betas``."""
     files = sorted(config.yaml_files(group).items()) if inner.count(".") else ()
     return [name for name, file in files if OmegaConf.select(OmegaConf.load(file), inner) is not None]
+
+
+def shown_by() -> str:
+    """Return the commands that show all options of the script that runs."""
+    script = Path(sys.argv[0]).name
+    own = script != "train.py" and (PROJECT / "scripts" / script).is_file()
+    return f"{script} --help, and of training train.py --cfg job," if own else "train.py --cfg job"
 
 
 PRETRAINED = "recipe.pretrained"

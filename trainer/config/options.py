@@ -151,7 +151,8 @@ def parse(
             remedies = [f"{near}={shlex.quote(text)}"] if near and text else []
             raise UserError(f"{argument}: {name} is not an option ({', '.join(names)})", *remedies, mistake=argument)
         else:
-            raise UserError(f"{argument!r} is not an option; write key=value")
+            own = f" ({', '.join(names)})" if names else ""
+            raise UserError(f"{argument!r} is not an option{own}; write key=value")
     for key, value in (values | given).items():
         check_no_address(key, str(value))
     if others == "overrides":

@@ -139,4 +139,5 @@ class StepConfig:
         Raises:
             UserError: the data cannot be had, or does not suit the recipe.
         """
-        return self.recipe.datasets(self.data, self.seed)
+        datasets: Datasets = self.recipe.returned("datasets", self.recipe.datasets(self.data, self.seed), Datasets)
+        return datasets

@@ -57,6 +57,14 @@ class Datasets:
     test: Dataset | None = field(default=None, kw_only=True)
     """The test data, evaluated once, at the end, with the best weights; None: there is none."""
 
+    def __post_init__(self) -> None:
+        for role in ("train", "valid") if self.test is None else ("train", "valid", "test"):
+            if not (hasattr(given := getattr(self, role), "batch") and hasattr(given, "__len__") and len(given)):
+                raise UserError(
+                    f"Datasets: {role} is {type(given).__name__}, and is to have a __len__ above 0 and a method "
+                    'batch(samples); see "Your own recipe" in docs/recipes.md'
+                )
+
     def facts(self) -> dict[str, str]:
         """Return what a person knows these data by, such as counts, to say what differs on resume."""
         return {"training samples": f"{len(self.train):,}", "validation samples": f"{len(self.valid):,}"}

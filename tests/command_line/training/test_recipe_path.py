@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -114,6 +115,54 @@ def test_yaml_beside_the_recipe_composes_with_the_projects(folder: Path, succeed
     assert "there is no optimizer/sgdd (adafactor, " in train("recipe_path=mine", "experiment=wide").err
     assert "; set recipe=withyaml" in train("recipe_path=mine", "recipe=withyalm").err
     assert "; set recipe.width=1" in train("recipe_path=mine", "recipe=withyaml", "recipe.widht=1").err
+
+
+@pytest.mark.parametrize(("group", "lines"), [("recipe", "[barerecipe_schema@recipe, "), ("data", "[own_schema or ")])
+def test_a_yaml_without_its_schema_is_told_its_first_lines(folder: Path, train: Train, group: str, lines: str) -> None:
+    name = f"bare{group}"
+    write(folder / "mine", name)
+    file = folder / f"mine/conf/{group}/{name}.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("width: 3\n")
+    refused = train("recipe_path=mine", f"recipe={name}", f"{group}={name}")
+    assert f"{file} lacks its schema: begin with" in refused.err
+    assert f"defaults: {lines}" in refused.err
+
+
+_NUMBERS = itertools.count()
+_LOSS = 'LossOutput((model(batch["x"]).float() - batch["x"]).square().sum(), {})'
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "words"),
+    [
+        (
+            'Datasets(Rows(8), Rows(4), "rows")',
+            "Rows(8), Rows(4)",
+            "datasets returns tuple, but has to return Datasets",
+        ),
+        ("Datasets(Rows(8), Rows(4)", "Datasets([1, 2], Rows(4)", "train is list, and is to have a __len__ above 0"),
+        (
+            '{"x": self.x[[sample.index for sample in samples]]}',
+            "self.x",
+            "batch of its datasets returns Tensor, but has to return dict",
+        ),
+        ("nn.Sequential(nn.Linear(1, self.width), nn.Linear(self.width, 1))", "None", "build_model returns NoneType"),
+        (_LOSS, f"{_LOSS}.loss_sum", "loss returns Tensor, but has to return LossOutput"),
+    ],
+)
+def test_what_a_recipe_returns_is_checked_before_the_run_has_a_folder(
+    folder: Path, train: Train, right: str, wrong: str, words: str
+) -> None:
+    name = f"returns{next(_NUMBERS)}"  # another module
+    write(folder / "mine", name)
+    file = folder / f"mine/{name}.py"
+    text = file.read_text()
+    assert right in text
+    file.write_text(text.replace(right, wrong))
+    refused = train("recipe_path=mine", f"recipe={name}", *FAST)
+    assert (refused.code, words in refused.err) == (2, True), refused.err
+    assert not (folder / "outputs").exists()
 
 
 def test_the_pages_recipe_learns_as_documented(folder: Path, succeed: Train) -> None:

@@ -45,6 +45,13 @@ def test_values_have_the_types_of_their_fields() -> None:
     assert parse(["only=a,b", "output_dir=~"], Options)[0] == Options(Path.home(), only=["a", "b"])
 
 
+@pytest.mark.parametrize("typed", ["--list", "--strat=1"])
+def test_a_script_with_options_of_its_own_points_to_its_help(typed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["scripts/reproduce.py"])
+    with pytest.raises(UserError, match=r"; reproduce\.py --help, and of training train\.py --cfg job, shows all"):
+        parse([typed], Options, "overrides")
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -52,7 +59,7 @@ def test_values_have_the_types_of_their_fields() -> None:
         ("--runs", "--runs: options have no dashes"),
         ("rusn=3", "; set runs=3"),
         ("uri=", "uri= has no value"),
-        ("runs", "'runs' is not an option; write key=value"),
+        ("runs", "'runs' is not an option (output_dir, uri, runs, seed, ratio, all, only); write key=value"),
         ("runs=0", "runs=0 must be a whole number of at least 1"),
         ("runs=1.5", "runs=1.5 must be a whole number"),
         ("seed=-1", "seed=-1 must be a whole number of at least 0"),
