@@ -143,5 +143,5 @@ def _of_run(given: str, run: RunFolder) -> Exported:
             }
             what = ends.get(str(final_status(run.path)), "it has not ended; finish it")
             remedy = f"{what} with:\n  {resume_command(run.path)}"
-        raise UserError(f"run={given} has no weights in {best}: {remedy}")
+        raise UserError(f"run={given} has no whole model in {best}: {remedy}")
     return Exported(given, best, config, run, str(recorded.get("recipe")))

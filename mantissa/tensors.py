@@ -79,6 +79,12 @@ def check_model(model: nn.Module) -> None:
         raise UsageError("the model is TorchScript, which has no hooks; give the module that was scripted or traced")
 
 
+def innermost(optimizer: Any) -> Any:
+    """Return the optimizer of torch that an optimizer wraps, as accelerate's, Lightning's and SAM's do; else itself."""
+    held = [each for each in getattr(optimizer, "__dict__", {}).values() if isinstance(each, torch.optim.Optimizer)]
+    return innermost(held[0]) if len(held) == 1 else optimizer
+
+
 def measurable(gradient: Tensor | None) -> TypeGuard[Tensor]:
     """Return whether there is a dense gradient of real numbers."""
     return gradient is not None and gradient.is_floating_point() and gradient.layout == torch.strided

@@ -154,8 +154,11 @@ def _store(options: argparse.Namespace) -> Store:
         store.add("files", files)
     for name, digest in store.of("files")[0].items():
         if files.get(name) != digest:
-            how = "has changed" if name in files else "is gone"
-            raise UsageError(f"{name} {how} since the runs in {folder} began; {anew}")
+            if name not in files:
+                raise UsageError(
+                    f"the runs in {folder} began in another folder, or with a {name} that is gone from here"
+                )
+            raise UsageError(f"{name} has changed since the runs in {folder} began; {anew}")
     return store
 
 

@@ -166,8 +166,6 @@ def _cast_data(origin: Origin) -> Finding | None:
 def _operator(origin: Origin) -> Finding:
     """Say what is known of the operator itself."""
     kind, site, details = origin.kind, origin.node.site, list(origin.numbers)
-    if site.op == "aten.exp":
-        details.append("subtract the maximum before exp, as torch.logsumexp does")
     cures: list[Cure] = []
     if kind == DOMAIN and site.direction == BACKWARD:
         details.append("torch.where and masks leave such a derivative as it is: change what it is computed from")

@@ -27,7 +27,16 @@ from mantissa.names import format_name
 from mantissa.step.ledger import MemoryLedger
 from mantissa.step.loop import LoopStep, Loss
 from mantissa.step.step import ReplayResult, Step
-from mantissa.tensors import changed_by, check_model, finite, in_dtype, random_state, set_random_state, values
+from mantissa.tensors import (
+    changed_by,
+    check_model,
+    finite,
+    in_dtype,
+    innermost,
+    random_state,
+    set_random_state,
+    values,
+)
 
 PRECISIONS = tuple(
     name for name, row in FORMATS.items() if not row.number.scaled and not row.accumulates_in_fp32
@@ -140,8 +149,7 @@ def examine(
         known = {id(parameter) for parameter in model.parameters()}
         if not any(id(weight) in known for weight in changed_by(optimizer)):
             raise UsageError("the optimizer has no parameter of this model; make it after the model is moved or cast")
-        while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-            optimizer = inner  # of a wrapper, such as accelerate's or Lightning's
+        optimizer = innermost(optimizer)
 
     # A copy of all that the step starts from.
     before = random_state(next(model.parameters()).device)

@@ -18,7 +18,7 @@ from mantissa.doctor.finding import DOMAIN, EXCEPTION, INPUT, NOT_FINITE, Cure, 
 from mantissa.errors import FormatError, described, is_out_of_memory
 from mantissa.formats import BF16, FP32, TF32, Format, plain
 from mantissa.step.step import Batch, Replay, Step, batch_key
-from mantissa.step.trace import BACKWARD, CAST, FORWARD, HALF
+from mantissa.step.trace import BACKWARD, FORWARD, HALF
 
 OK, BREAKS, RAISES, DIFFERS, LEFT_OUT = "ok", "BREAKS", "RAISES", "DIFFERS", "left out"
 DIFFERENT = 0.01
@@ -204,7 +204,7 @@ def _at_fault(sweep: Sweep, step: Step, broken: FormatTrial, budget: Budget) -> 
     meet = broken.status == RAISES and ", " in finding.dtype
     if meet:
         finding = _that_meet(step, broken, finding)
-    elif not half and finding.op == CAST and finding.dtype in map(dtype_name, HALF):  # else islands come first
+    elif not half and finding.dtype in map(dtype_name, HALF):  # a cast of the code's; else islands come first
         finding = replace(finding, candidates=(*finding.candidates, *cast_cures(step)))
 
     # What wider formats say of it.

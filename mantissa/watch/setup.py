@@ -484,7 +484,10 @@ def _trained(first: FirstStep, format: Format | None) -> Aspect:
     left = [name for name in left if first.began.get(now[name]) in (None, trains[name]._version)]
     if foreign and not first.masters:
         others = f"{len(foreign)} of {len(changed)} tensors of the optimizer are not the model's parameters"
-        differences.append(f"{others}: make the optimizer after the model is cast, moved, wrapped and sharded.")
+        whole = foreign != changed and not left
+        to_do = "give Watch one module that has them, too, such as nn.ModuleList([model, loss])"
+        made = "make the optimizer after the model is cast, moved, wrapped and sharded"
+        differences.append(f"{others}: {to_do if whole else made}.")
     elif left and not foreign:
         lacks = f"In no group of the optimizer, but trainable: {listed(left)}"
         differences.append(f"{lacks}; add them, or call requires_grad_(False).")

@@ -23,7 +23,7 @@ from mantissa.errors import FormatError, NotFiniteError, UsageError, check_numbe
 from mantissa.formats import FORMATS, TF32, computing_in
 from mantissa.names import format_name
 from mantissa.step.loop import Loss
-from mantissa.tensors import changed_by, check_model, finite, numbers_in
+from mantissa.tensors import changed_by, check_model, finite, innermost, numbers_in
 from mantissa.watch.hooks import Listener, observing
 from mantissa.watch.meters import Measured, Meters, are_finite, side_by_side
 from mantissa.watch.passes import Pass, WatchedStep, call, loss_in, unwrapped, without_targets
@@ -89,7 +89,7 @@ class Watch:
         say: Callable[[str], None] = print,
     ) -> None:
         # Arguments that cannot work are refused before anything is hooked.
-        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's and Lightning's wrap torch's
+        inner = innermost(optimizer)
         check_model(model)
         hears = isinstance(inner, torch.optim.Optimizer) and hasattr(inner, "_optimizer_step_pre_hooks")
         one = "one optimizer of torch (of several, give each a Watch of its own; of a wrapper, the one inside)"

@@ -15,7 +15,7 @@ from tests.inference.conftest import photo, script
 
 TABLE = """
 EVALUATE run=photos | - | the folder has no config.json, so it is no run and no exported model
-EVALUATE run=empty | - | has no weights in empty/best: it has no checkpoint either
+EVALUATE run=empty | - | has no whole model in empty/best: it has no checkpoint either
 EVALUATE run=unsaved | - | it was trained with checkpoint=none, which keeps none
 EVALUATE run=foreign | - | config.json is of a model of type mamba, which is not read here
 EVALUATE run=resnet | - | config.json is of ResNetForImageClassification, which is not read here

@@ -19,6 +19,7 @@ from recipes.data.text.documents import Text, split
 from recipes.data.text.pretrained import Pretrained
 from recipes.data.text.tokenizers import BytePairs, Bytes
 from recipes.data.text.tokens import TextDatasets, TokenData, Windows
+from recipes.language import TokenWindows
 from trainer.errors import UserError
 
 LINES = [f"def function_{i}(x):\n    return x * {i * i}  # naïve, 日本\n\n\n" for i in range(400)]
@@ -346,7 +347,8 @@ def test_a_prompt_ends_where_a_document_does() -> None:
     tokenizer = BytePairs.train(iter(texts * 9), 300)
     ids = np.array([id for text in texts * 9 for id in (*tokenizer.encode(text), *tokenizer.separator)])
     data = TokenData(ids, ids, tokenizer, "")
-    datasets = TextDatasets([], [], "", tokens=data, tokenizer=tokenizer, vocabulary=300)  # type: ignore[arg-type]
+    part = TokenWindows(ids, 4)
+    datasets = TextDatasets(part, part, "", tokens=data, tokenizer=tokenizer, vocabulary=300)
     assert datasets.first_words == "Resolved."
 
 
@@ -363,7 +365,8 @@ def test_a_prompt_ends_where_a_document_does() -> None:
 def test_a_prompt_begins_as_the_text_does(text: str, words: str) -> None:
     tokens = np.frombuffer(text.encode(), np.uint8)
     data = TokenData(tokens, tokens, Bytes(), "")
-    datasets = TextDatasets([], [], "", tokens=data, tokenizer=data.tokenizer, vocabulary=256)  # type: ignore[arg-type]
+    part = TokenWindows(np.zeros(9, np.uint8), 4)
+    datasets = TextDatasets(part, part, "", tokens=data, tokenizer=data.tokenizer, vocabulary=256)
     assert datasets.first_words == words
 
 

@@ -209,8 +209,10 @@ def _checkpoint_of(folder: RunFolder, plan: Plan) -> tuple[Path | None, str]:
     manifest = read_manifest(checkpoint)
     step, steps = manifest["step"], plan.steps
     # A run that was killed at its end has taken all steps, but its export and its summary may be missing; or the export
-    # was removed since.
-    if state != "complete" or (folder.summary().get("best") and not (folder.path / BEST).is_dir()):
+    # was removed since, or a part of it.
+    best = folder.path / BEST
+    whole = (best / "config.json").is_file() and any(best.glob("*.safetensors"))
+    if state != "complete" or (folder.summary().get("best") and not whole):
         if step > steps:
             problem = f"steps={steps}, but {folder.path} was stopped after step {step}, and takes as many or more"
             raise UserError(problem, f"steps={step}", mistake="epochs=")

@@ -107,7 +107,7 @@ def _send(folder: Path, uri: str | None, key: str) -> SyncResult:
         return SyncResult("incomplete", str(error))
     run.send_to(store)
     if run.delivered:
-        return SyncResult("complete", "already complete")
+        return SyncResult("complete", f"already complete in {redacted(store)}")
     if incomplete := Follower(folder, store, run).send(final_status(folder) or "KILLED"):
         return SyncResult("incomplete", incomplete)
     ended = "" if final_status(folder) else f"; it has no {SUMMARY_FILE}: it was killed, or the file was removed"

@@ -35,7 +35,7 @@ def missing(given: str) -> UserError:
     """Return what is wrong with an option whose value names no file and no folder."""
     key, _, name = given.partition("=")
     path = Path(name).expanduser()
-    near = nearest(path.name, [file.name for file in path.parent.glob("*")])
+    near = nearest(path.name, [file.name for file in path.parent.glob("*")], f"{path.parent}/" * (path.name != name))
     problem = f"{given}: there is no such file or folder{near}; if it was moved, set {key}=… to its new place"
     return UserError(problem, mistake=typed(key, name))
 

@@ -157,12 +157,16 @@ def test_without_a_checkpoint_a_new_run_begins_from_the_best_weights(
     succeed(*typed)
 
 
-def test_an_export_that_was_removed_comes_back(run: Path, succeed: Train) -> None:
+@pytest.mark.parametrize("part", ["", "config.json"])
+def test_an_export_that_was_removed_comes_back(run: Path, succeed: Train, part: str) -> None:
     def exported() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in (run / "best").iterdir()}
 
     before, best = exported(), read_object(run / "summary.json")["best"]
-    shutil.rmtree(run / "best")
+    if part:
+        (run / "best" / part).unlink()
+    else:
+        shutil.rmtree(run / "best")
     with pytest.raises(UserError, match=r"it had them when it ended.*\n.* resume=elsewhere/1e3$"):
         open_exported("elsewhere/1e3", Path("elsewhere/1e3"))
     succeed("resume=elsewhere/1e3")

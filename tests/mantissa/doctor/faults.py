@@ -868,6 +868,14 @@ FAULTS = {
         line="x.half()",
         cure="no cast to 16 bits in this line",
     ),
+    "an exponential of what a line casts": Fault(
+        OVERFLOW,
+        WHOLE,
+        "bf16",
+        lambda: Own(lambda own, x: 0 * (0 * x + 20).half().exp().float() + x),
+        line=".half()",
+        cure="no cast to 16 bits in this line",
+    ),
     "an overflow that a tanh hides": Fault(
         OVERFLOW, "squashed.0", "fp16", lambda: Own(squashed, squashed=steep()), optimizer=sgd(1e-2)
     ),

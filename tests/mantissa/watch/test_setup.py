@@ -141,6 +141,10 @@ def of_inner(net: Net) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.inner.parameters())
 
 
+def beside_the_loss(net: Net) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*net.parameters(), nn.Parameter(torch.zeros(2))])
+
+
 def low_state(net: Net) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
     for weight in net.parameters():
@@ -266,6 +270,7 @@ DIFFERENCES: list[Row] = [
         {"made": of_a_copy},
         {"made": None},
     ),
+    (("1 of 4 tensors", "one module that has them, too"), {"made": beside_the_loss}, {"made": None}),
     (("In no group", "1 parameter (embed.weight)", "add them"), {"made": of_inner}, {"made": None}),
     (("call requires_grad_(False)",), {"made": of_inner}, {"change": lambda net: net.embed.requires_grad_(False)}),
     (

@@ -403,6 +403,32 @@ def test_a_step_that_is_said_before_the_optimizers_or_after_the_end_is_named() -
     assert "step 2: This Watch is closed" in training.said[-1]
 
 
+class Wrapped(torch.optim.Optimizer):
+    """As SAM and others are written."""
+
+    def __init__(self, weights: Any, inner: Any) -> None:
+        super().__init__(weights, {})
+        self.base_optimizer = inner(self.param_groups)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def second_step(self) -> None:
+        self.base_optimizer.step()
+
+
+def test_the_optimizer_inside_of_another_is_watched_and_examined() -> None:
+    net, said = Net(), list[str]()
+    optimizer = Wrapped(net.parameters(), lambda groups: torch.optim.SGD(groups, 0.01))
+    watch = mantissa.Watch(net, optimizer, every=1, say=said.append)
+    batch = torch.rand(6, 4) + 0.1, torch.randint(3, (6,))
+    loss = net(*batch)[1]
+    loss.backward()
+    optimizer.second_step()
+    watch.step(loss)
+    assert (watch.number, len(watch.history)) == (1, 1)
+    report = mantissa.examine(net, lambda model, batch: model(*batch)[1], [batch], "fp32", optimizer)
+    assert not report.diagnosis.budget.left_out
+
+
 def test_a_failure_whose_page_cannot_be_written_is_raised(tmp_path: Path) -> None:
     training = Training(2, folder=tmp_path / "report")
     (tmp_path / "report").touch()
