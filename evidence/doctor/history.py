@@ -56,6 +56,8 @@ def read_history(folder: Path, at: int, failed: bool) -> History:
     if not losses:
         return History(before(at) if failed else at, "")
     steps, values = list(losses), list(losses.values())
+    if failed:  # from its first loss that was not finite, whose step may have been skipped, as those after it
+        at = min((step for step, value in recorded if value is None and step > steps[-1]), default=at)
     return _failed(steps, values, at) if failed else _ended(steps, values, at)
 
 

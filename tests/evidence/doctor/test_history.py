@@ -29,6 +29,9 @@ def written(folder: Path, losses: dict[int, float]) -> Path:
         # A run that fails without a sign is followed from some steps before.
         (FALLS | {101: math.nan}, 101, True, 77, False),
         ({1: 4.0}, 2, True, 1, False),
+        # One whose steps were skipped for long, from some steps before the first of them.
+        (FALLS | dict.fromkeys(range(101, 151), math.inf), 151, True, 77, False),
+        ({1: 5.5, 10: math.nan, 20: math.nan, 29: math.nan}, 29, True, 1, False),
         ({}, 9, True, 1, False),
         # One that has left its course, from before it did.
         (EXPLODES | {101: math.nan}, 101, True, 36, True),
