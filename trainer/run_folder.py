@@ -19,7 +19,7 @@ from trainer.files import (
     SUMMARY_FILE,
     TOKENIZER,
     add_run_facts,
-    read_json,
+    read_config,
     read_object,
     run_facts,
     write_json,
@@ -126,19 +126,14 @@ class RunFolder:
         Raises:
             UserError: the file cannot be read.
         """
-        try:
-            recorded = read_json(self.path / CONFIG_FILE)
-            if not isinstance(recorded, dict):
-                raise ValueError("it has no keys")
-        except (OSError, ValueError) as error:
-            recorded, remedy = {}, "restore it"
-            if (self.path / BEST / "config.json").is_file():  # which needs none of the run
-                remedy += f", or start a new run from the weights in {BEST}/, by init_from"
-            if not isinstance(error, FileNotFoundError):
-                raise UserError(f"{self.path / CONFIG_FILE} cannot be read ({error}); {remedy}") from error
+        remedy = "restore it"
+        if (self.path / BEST / "config.json").is_file():  # which needs none of the run
+            remedy += f", or start a new run from the weights in {BEST}/, by init_from"
+        recorded = read_config(self.path / CONFIG_FILE, remedy)
         if "precision.mode" not in recorded:
+            why = f"its {CONFIG_FILE} is of something else" if recorded else f"it has no {CONFIG_FILE}"
             example = _example(self.path, "outputs")
-            raise UserError(f"{self.path} is not the folder of a run; give one, such as {example}")
+            raise UserError(f"{self.path} is not the folder of a run ({why}); give one, such as {example}")
         # The tokenizer that was in another run's folder is in this one.
         kept = self.path / TOKENIZER
         if recorded.get("init_from") is not None and Path(str(recorded.get("data.tokenizer"))).name == TOKENIZER:

@@ -194,8 +194,10 @@ recipe=gpt2 data=text data.path=notes.txt | init_from=empty | init_from=empty ca
 recipe=bignet | resume=True | ; set resume=auto
 - | resume=true | ; set resume=auto
 - | resume=notes.txt | resume=notes.txt: this is a file; give a run folder
-- | resume=runs | runs is not the folder of a run; give one, such as runs/mine
-- | resume=exported | exported is not the folder of a run
+- | resume=runs | runs is not the folder of a run (it has no config.json); give one, such as runs/mine
+- | resume=exported | exported is not the folder of a run (its config.json is of something else)
+recipe=resnet data=digits | init_from=halved | halved/config.json cannot be read
+recipe=bignet | init_from=halved | halved/config.json cannot be read
 BIGNET | output_dir=gs://bucket/runs | is no folder on this machine
 BIGNET | output_dir=LONG | File name too long
 BIGNET | output_dir=notes.txt/runs | notes.txt: it is a file
@@ -209,11 +211,12 @@ SMALL = {"recipe=bignet": ["recipe.layers=2", "recipe.width=16"], "recipe=gpt2":
 @pytest.fixture
 def files(folder: Path) -> Path:
     """What users have beside their runs."""
-    for name in ("empty", "runs/mine/checkpoints/step-00000001", "exported"):
+    for name in ("empty", "runs/mine/checkpoints/step-00000001", "exported", "halved"):
         (folder / name).mkdir(parents=True)
     (folder / "runs/mine/checkpoints/step-00000001/manifest.json").touch()
     (folder / "runs/mine/config.json").write_text('{"precision.mode": "bf16"}')
     (folder / "exported/config.json").write_text('{"model_type": "gpt2"}')
+    (folder / "halved/config.json").write_text('{"mean": ')
     (folder / "docs.jsonl").write_text('{"text": "a row of words"}\n' * 900)
     (folder / "mine.yaml").write_text("steps: 5\n")
     for name in ("notes.txt", "LICENSE"):
