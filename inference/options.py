@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from trainer.config.options import Overriding
-from trainer.errors import UserError, check_choice, check_range
+from trainer.errors import UserError, check_choice, check_range, check_seed
 from trainer.run_folder import RunFolder, is_in_mlflow
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class GenerateOptions(RunOptions):
         super().__post_init__()
         if not self.prompt:
             raise UserError("missing required option: prompt=…, the beginning of a text")
+        check_seed(self.seed)
         check_range("temperature", self.temperature, "[0, inf)")
         check_range("top_p", self.top_p, "(0, 1]")
 

@@ -272,6 +272,7 @@ OTHERS = r"""
 compare TINY | arms=fp32,bf61 | arms: bf61 is not a precision
 compare TINY | - | -
 compare PAIR | seeds=1 | seeds=1 must be two or more different numbers from 0 to 999
+compare PAIR | seeds=99999999999999999999 | seeds=99999999999999999999 must be two or more
 compare PAIR | margin=0 | margin=0 must be a number above 0
 compare PAIR | name=a/b | name=a/b must be the name of a folder
 compare PAIR | precision=fp16 | precision=fp16 has no effect: each arm sets it; leave it out

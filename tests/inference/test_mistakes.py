@@ -44,6 +44,7 @@ EVALUATE PHOTOS | path=photos | -
 EVALUATE PHOTOS | split=test | there is none in imagefolder (training photos,
 generate prompt=λ run=outputs/chars | - | 'λ' (1 in all) … or train a new model, without init_from
 generate prompt=a GPT2 max_new_tokens=4 | temperature=-1 | must be at least 0 and finite
+generate prompt=a GPT2 max_new_tokens=4 | seed=99999999999999999999999 | must lie between 0 and 4294967295
 generate prompt=a GPT2 max_new_tokens=4 | top_p=0 | must be above 0 and at most 1
 generate prompt=a GPT2 max_new_tokens=4 | data=text | has no effect on a model that is trained
 generate prompt=a GPT2 max_new_tokens=4 | precision=bf61 | -
