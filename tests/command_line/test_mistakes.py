@@ -190,7 +190,8 @@ recipe=bignet | early_stopping.min_delta=0.1 | has no effect alone; set early_st
 recipe=bignet | optimizer.state=fp33 | -
 # earlier runs, and where a run goes
 recipe=gpt2 data=text data.path=notes.txt | init_from=empty | init_from=empty cannot be opened as a gpt2
-- | resume=nowhere | resume=nowhere: there is no such folder … outputs/gpt2-bf16-s0
+- | resume=nowhere | there is no such folder; give a run folder (outputs has none with checkpoints/)
+recipe=gpt2 data=text | 'data.path=.\notes.txt' | there is no such file or folder; set data.path=./notes.txt
 recipe=bignet | resume=True | ; set resume=auto
 - | resume=true | ; set resume=auto
 - | resume=notes.txt | resume=notes.txt: this is a file; give a run folder
@@ -327,7 +328,9 @@ reproduce | claim=bignet_memory all=true | claim=… and all=true exclude each o
 reproduce | claim=bignet_memory steps=3 | a claim's file fixes all other options
 reproduce | claim=shakespeare_cpu device=cpu | it needs data.path=…
 reproduce claim=bignet_memory | device=tpu | -
-evaluate | - | missing required option: run
+evaluate | - | missing required option: run; give a run folder, such as outputs/ended
+generate | nowhere | there is no such folder; give a run folder (outputs has none of gpt2, llama, t5 with best/)
+evaluate | 'outputs\ended' | there is no such file or folder; set run=outputs/ended
 evaluate | nowhere | run=nowhere: there is no such folder
 evaluate | ended | run=ended: there is no such folder; set run=outputs/ended
 generate run=outputs/ended | - | missing required option: prompt
