@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer.errors import UserError, redacted
-from trainer.files import BEST, PRECISION_FILE, SUMMARY_FILE, TOKENIZER, read_object
+from trainer.files import BEST, PRECISION_FILE, SUMMARY_FILE, TOKENIZER, read_config
 from trainer.tracking.fetch import downloading, fetched_run, run_id_of
 
 _FILES = {"config.json", PRECISION_FILE, SUMMARY_FILE, TOKENIZER, BEST}
@@ -21,7 +21,7 @@ def fetch(given: str) -> Path:
     """
     run_id = run_id_of("run", given)
     target = Path("outputs", f"mlflow-{run_id}")
-    if read_object(target / "config.json"):
+    if read_config(target / "config.json"):
         return target
     partial = target.with_name(f".{target.name}.partial")
     with fetched_run(f"run={given}", run_id, None, "outputs") as (client, run), downloading(partial):

@@ -20,7 +20,7 @@ from trainer.config.commands import resume_command
 from trainer.config.registration import groups
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
-from trainer.files import BEST, final_status, read_object
+from trainer.files import BEST, final_status, read_config
 from trainer.recipe import Recipe
 from trainer.run_folder import RunFolder, run_of
 from trainer.terminal import work
@@ -113,7 +113,7 @@ def open_exported(given: str, path: Path) -> Exported:
     """
     if run := run_of(path):
         return _of_run(given, run)
-    config = read_object(path / "config.json")
+    config = read_config(path / "config.json")
     if not config:
         raise UserError(
             f"run={given}: the folder has no config.json, so it is no run and no exported model; "
@@ -130,7 +130,7 @@ def open_exported(given: str, path: Path) -> Exported:
 
 def _of_run(given: str, run: RunFolder) -> Exported:
     best, recorded = run.path / BEST, run.config()
-    config = read_object(best / "config.json")
+    config = read_config(best / "config.json")
     if not config or not any(best.glob("*.safetensors")):
         if recorded.get("checkpoint.enabled") is False:
             remedy = "it was trained with checkpoint=none, which keeps none: train it again without that option"

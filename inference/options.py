@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from trainer.config.options import Overriding
-from trainer.errors import UserError, check_choice, check_range
-from trainer.run_folder import RunFolder, is_in_mlflow
+from trainer.errors import UserError, check_choice, check_range, check_seed
+from trainer.run_folder import RunFolder, is_in_mlflow, such_as
 
 if TYPE_CHECKING:
     from inference.load import Exported
@@ -26,14 +26,18 @@ class RunOptions(Overriding):
 
     positional = "run"
 
+    recipes: ClassVar[Collection[str]] = ()
+    """Those whose runs the script takes; none: of any."""
+
     run: str = ""
     """A run folder, its ``best/``, another exported folder, or ``mlflow:RUN_ID``."""
 
     def __post_init__(self) -> None:
         if not self.run:
-            raise UserError("missing required option: run; set a run folder, such as run=outputs/gpt2-bf16-s0")
+            near = such_as(Path("outputs"), "outputs", "run", self.recipes)
+            raise UserError(f"missing required option: run; give a run folder{near}")
         if not is_in_mlflow(self.run):
-            RunFolder.open("run", self.run, "outputs")
+            RunFolder.open("run", self.run, "outputs", recipes=self.recipes)
 
     def find(self) -> Exported:
         """Return the weights that ``run`` names.
@@ -68,6 +72,8 @@ class EvaluateOptions(RunOptions):
 class GenerateOptions(RunOptions):
     """Options of scripts/generate.py."""
 
+    recipes = ("gpt2", "llama", "t5")
+
     prompt: str = ""
     n: int = 1
     temperature: float = 1.0
@@ -80,6 +86,7 @@ class GenerateOptions(RunOptions):
         super().__post_init__()
         if not self.prompt:
             raise UserError("missing required option: prompt=…, the beginning of a text")
+        check_seed(self.seed)
         check_range("temperature", self.temperature, "[0, inf)")
         check_range("top_p", self.top_p, "(0, 1]")
 
@@ -87,6 +94,8 @@ class GenerateOptions(RunOptions):
 @dataclass
 class PredictOptions(RunOptions):
     """Options of scripts/predict.py."""
+
+    recipes = ("resnet",)
 
     path: str = ""
     top: int = 5

@@ -118,6 +118,12 @@ def check_number(key: str, value: int | str | None, least: int = 1) -> None:
         raise UserError(f"{key}={value} must be at least {least}")
 
 
+def check_seed(seed: int) -> None:
+    """Raise UserError where a seed is not one that every library takes."""
+    if not 0 <= seed < 2**32:
+        raise UserError(f"seed={seed} must lie between 0 and {2**32 - 1}")
+
+
 def check_range(key: str, value: float, interval: str) -> None:
     """Raise UserError where a number lies outside an interval, such as ``[0, 1)`` or ``(0, inf)``."""
     low, high = map(float, interval[1:-1].split(","))

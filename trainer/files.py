@@ -91,7 +91,7 @@ def read_json(path: Path) -> Any:
         OSError: it cannot be read.
         ValueError: it is not JSON.
     """
-    return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(path.read_text(encoding="utf-8-sig"))  # editors of Windows begin a file with a mark
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -101,6 +101,23 @@ def read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def read_config(path: Path, remedy: str = "restore it") -> dict[str, Any]:
+    """Return the object that a ``config.json`` holds; empty where there is no such file.
+
+    Raises:
+        UserError: it cannot be read; ``remedy`` says what to do.
+    """
+    try:
+        content = read_json(path)
+        if not isinstance(content, dict):
+            raise ValueError("it has no keys")
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}); {remedy}") from error
+    return content
 
 
 def add_run_facts(folder: Path, **facts: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from trainer.files import (
     SUMMARY_FILE,
     TOKENIZER,
     add_run_facts,
-    read_json,
+    read_config,
     read_object,
     run_facts,
     write_json,
@@ -32,11 +33,15 @@ _LOCAL = (*PATHS, "recipe_path", "resume", "run", "path")
 """Those of all scripts that are read on this machine, or from the hub or MLflow by an id."""
 
 
-def check_no_address(key: str, value: str) -> None:
-    """Raise UserError where an option that is a file or folder has an address of the web."""
+def check_path(key: str, value: str) -> None:
+    """Raise UserError where an option that is a file or folder has an address of the web, or a path of Windows."""
     if key in _LOCAL and "://" in value:
         hub = ", or the id on the hub alone" if "huggingface.co/" in value else ""
         raise UserError(f"{key}={value}: an address is not opened; download what is there, and give its path{hub}")
+    there = value.replace("\\", "/")
+    if key in _LOCAL and there != value and os.path.exists(there) and not os.path.exists(value):
+        problem = f"{key}={value}: there is no such file or folder"
+        raise UserError(problem, shlex.quote(f"{key}={there}"), mistake=shlex.quote(value))
 
 
 class RunFolder:
@@ -66,10 +71,13 @@ class RunFolder:
                 number += 1
 
     @classmethod
-    def open(cls, key: str, given: str, output_dir: str, uri: str | None = None) -> RunFolder:
+    def open(
+        cls, key: str, given: str, output_dir: str, uri: str | None = None, recipes: Collection[str] = ()
+    ) -> RunFolder:
         """Return the run folder that the option ``key`` names, or that its ``mlflow:RUN_ID`` brings to ``output_dir``.
 
         Every process of a job may call it, also before they know each other. ``uri`` is ``tracking.uri``, if it is set.
+        ``recipes`` are those whose runs are wanted; none: of any.
 
         Raises:
             UserError: the folder does not exist, it is one of a run's, or MLflow cannot provide the run.
@@ -85,8 +93,8 @@ class RunFolder:
             around = next((str(run.path) for folder in path.parents if (run := run_of(folder))), "")
             if run_of(there := Path(output_dir).expanduser() / path):
                 raise UserError(f"{key}={given}: {why}", shlex.quote(f"{key}={there}"), mistake=shlex.quote(given))
-            near = around or _example(path.parent, output_dir, key)
-            raise UserError(f"{key}={given}: {why}; give {which} folder, such as {near}")
+            near = f", such as {around}" if around else such_as(path.parent, output_dir, key, recipes)
+            raise UserError(f"{key}={given}: {why}; give {which} folder{near}")
         if (run := run_around(path)) and (key == "resume" or CHECKPOINTS in (path.name, path.parent.name)):
             raise UserError(f"{key}={given} is inside of a run", shlex.quote(f"{key}={run.path}"))
         return cls(path)
@@ -126,19 +134,13 @@ class RunFolder:
         Raises:
             UserError: the file cannot be read.
         """
-        try:
-            recorded = read_json(self.path / CONFIG_FILE)
-            if not isinstance(recorded, dict):
-                raise ValueError("it has no keys")
-        except (OSError, ValueError) as error:
-            recorded, remedy = {}, "restore it"
-            if (self.path / BEST / "config.json").is_file():  # which needs none of the run
-                remedy += f", or start a new run from the weights in {BEST}/, by init_from"
-            if not isinstance(error, FileNotFoundError):
-                raise UserError(f"{self.path / CONFIG_FILE} cannot be read ({error}); {remedy}") from error
+        remedy = "restore it"
+        if (self.path / BEST / "config.json").is_file():  # which needs none of the run
+            remedy += f", or start a new run from the weights in {BEST}/, by init_from"
+        recorded = read_config(self.path / CONFIG_FILE, remedy)
         if "precision.mode" not in recorded:
-            example = _example(self.path, "outputs")
-            raise UserError(f"{self.path} is not the folder of a run; give one, such as {example}")
+            why = f"its {CONFIG_FILE} is of something else" if recorded else f"it has no {CONFIG_FILE}"
+            raise UserError(f"{self.path} is not the folder of a run ({why}); give one{such_as(self.path, 'outputs')}")
         # The tokenizer that was in another run's folder is in this one.
         kept = self.path / TOKENIZER
         if recorded.get("init_from") is not None and Path(str(recorded.get("data.tokenizer"))).name == TOKENIZER:
@@ -173,17 +175,20 @@ class RunFolder:
         return Path(str(run_facts(self.path, "launch").get("folder", ""))) / Path(str(path)).expanduser()
 
 
-def _example(folder: Path, output_dir: str, key: str = "resume") -> str:
-    """Return a run in a folder, or in ``output_dir``, that the option ``key`` takes: the newest.
+def such_as(folder: Path, output_dir: str, key: str = "resume", recipes: Collection[str] = ()) -> str:
+    """Return the words that name a run in a folder, or in ``output_dir``, that the option ``key`` takes: the newest.
 
-    Where there is none, what one is called.
+    Where there is none, they say so. ``recipes``: see ``open``.
     """
     for place in (folder, Path(output_dir).expanduser()):
-        runs = [path.parent for path in place.glob(f"*/{CONFIG_FILE}") if "precision.mode" in read_object(path)]
+        found = {path.parent: read_object(path) for path in place.glob(f"*/{CONFIG_FILE}")}
+        runs = [run for run, config in found.items() if "precision.mode" in config]
+        runs = [run for run in runs if not recipes or found[run].get("recipe") in recipes]
         runs = [run for run in runs if ((run / BEST).is_dir() if key == "run" else steps(run / CHECKPOINTS))]
         if runs:
-            return str(max(runs, key=lambda path: path.stat().st_mtime))
-    return f"{output_dir}/gpt2-bf16-s0"
+            return f", such as {max(runs, key=lambda path: path.stat().st_mtime)}"
+    of = f" of {', '.join(recipes)}" if recipes else ""
+    return f" ({output_dir} has none{of} with {BEST if key == 'run' else CHECKPOINTS}/)"
 
 
 def is_in_mlflow(given: str) -> bool:

@@ -111,7 +111,10 @@ def planned(arguments: list[str]) -> ComparisonPlan:
 def seeds_of(text: str) -> list[int]:
     """Return the seeds that ``5`` or ``3,4,5`` means. Raises UserError."""
     try:
-        seeds = [int(item) for item in listed(text)] if "," in text or text.startswith("[") else list(range(int(text)))
+        if "," in text or text.startswith("["):
+            seeds = [int(item) for item in listed(text)]
+        else:
+            seeds = list(range(min(int(text), SEED_SHIFT + 1)))
     except ValueError:
         raise UserError(f"seeds={text} is neither a number nor a list; write a list as 3,4,5", "seeds=5") from None
     if len(set(seeds)) < max(2, len(seeds)) or min(seeds) < 0 or max(seeds) >= SEED_SHIFT:

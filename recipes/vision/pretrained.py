@@ -16,7 +16,7 @@ from recipes.data.images.source import ImageDatasets
 from recipes.vision import architectures
 from trainer.checkpoint.weights import SUFFIXES, read_weights
 from trainer.errors import UserError, first_line, nearest
-from trainer.files import read_object
+from trainer.files import read_config
 
 DEFAULT = "DEFAULT"
 """The weights that the library recommends."""
@@ -39,9 +39,13 @@ class Weights:
 
 
 def exported_config(pretrained: str) -> dict[str, Any]:
-    """Return the ``config.json`` of an exported folder, also where its weights file is given; empty for all else."""
+    """Return the ``config.json`` of an exported folder, also where its weights file is given; empty for all else.
+
+    Raises:
+        UserError: it is there, and cannot be read.
+    """
     path = Path(pretrained).expanduser()
-    config = read_object((path.parent if path.name == "model.safetensors" else path) / "config.json")
+    config = read_config((path.parent if path.name == "model.safetensors" else path) / "config.json")
     return config if {"arch", "arch_options", "classes", "image_size", "mean", "std"} <= config.keys() else {}
 
 
@@ -80,7 +84,7 @@ def open_weights(arch: str, pretrained: str, image_size: int) -> Weights:
     path, about = Path(pretrained).expanduser(), dict[str, Any]()
     names, note, name = architectures.shapes(arch, image_size, 2), "", DEFAULT
     if path.exists():
-        config = read_object((path if path.is_dir() else path.parent) / "config.json")
+        config = read_config((path if path.is_dir() else path.parent) / "config.json")
         state, note = read_weights(path, names, f"init_from={pretrained}")
         about = config.get("pretrained_cfg", config)  # timm's on the hub, or the export of a run
     else:

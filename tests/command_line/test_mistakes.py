@@ -191,12 +191,15 @@ recipe=bignet | early_stopping.min_delta=0.1 | has no effect alone; set early_st
 recipe=bignet | optimizer.state=fp33 | -
 # earlier runs, and where a run goes
 recipe=gpt2 data=text data.path=notes.txt | init_from=empty | init_from=empty cannot be opened as a gpt2
-- | resume=nowhere | resume=nowhere: there is no such folder … outputs/gpt2-bf16-s0
+- | resume=nowhere | there is no such folder; give a run folder (outputs has none with checkpoints/)
+recipe=gpt2 data=text | 'data.path=.\notes.txt' | there is no such file or folder; set data.path=./notes.txt
 recipe=bignet | resume=True | ; set resume=auto
 - | resume=true | ; set resume=auto
 - | resume=notes.txt | resume=notes.txt: this is a file; give a run folder
-- | resume=runs | runs is not the folder of a run; give one, such as runs/mine
-- | resume=exported | exported is not the folder of a run
+- | resume=runs | runs is not the folder of a run (it has no config.json); give one, such as runs/mine
+- | resume=exported | exported is not the folder of a run (its config.json is of something else)
+recipe=resnet data=digits | init_from=halved | halved/config.json cannot be read
+recipe=bignet | init_from=halved | halved/config.json cannot be read
 BIGNET | output_dir=gs://bucket/runs | is no folder on this machine
 BIGNET | output_dir=LONG | File name too long
 BIGNET | output_dir=notes.txt/runs | notes.txt: it is a file
@@ -210,11 +213,12 @@ SMALL = {"recipe=bignet": ["recipe.layers=2", "recipe.width=16"], "recipe=gpt2":
 @pytest.fixture
 def files(folder: Path) -> Path:
     """What users have beside their runs."""
-    for name in ("empty", "runs/mine/checkpoints/step-00000001", "exported"):
+    for name in ("empty", "runs/mine/checkpoints/step-00000001", "exported", "halved"):
         (folder / name).mkdir(parents=True)
     (folder / "runs/mine/checkpoints/step-00000001/manifest.json").touch()
     (folder / "runs/mine/config.json").write_text('{"precision.mode": "bf16"}')
     (folder / "exported/config.json").write_text('{"model_type": "gpt2"}')
+    (folder / "halved/config.json").write_text('{"mean": ')
     (folder / "docs.jsonl").write_text('{"text": "a row of words"}\n' * 900)
     (folder / "mine.yaml").write_text("steps: 5\n")
     for name in ("notes.txt", "LICENSE"):
@@ -270,6 +274,7 @@ OTHERS = r"""
 compare TINY | arms=fp32,bf61 | arms: bf61 is not a precision
 compare TINY | - | -
 compare PAIR | seeds=1 | seeds=1 must be two or more different numbers from 0 to 999
+compare PAIR | seeds=99999999999999999999 | seeds=99999999999999999999 must be two or more
 compare PAIR | margin=0 | margin=0 must be a number above 0
 compare PAIR | name=a/b | name=a/b must be the name of a folder
 compare PAIR | precision=fp16 | precision=fp16 has no effect: each arm sets it; leave it out
@@ -324,7 +329,9 @@ reproduce | claim=bignet_memory all=true | claim=… and all=true exclude each o
 reproduce | claim=bignet_memory steps=3 | a claim's file fixes all other options
 reproduce | claim=shakespeare_cpu device=cpu | it needs data.path=…
 reproduce claim=bignet_memory | device=tpu | -
-evaluate | - | missing required option: run
+evaluate | - | missing required option: run; give a run folder, such as outputs/ended
+generate | nowhere | there is no such folder; give a run folder (outputs has none of gpt2, llama, t5 with best/)
+evaluate | 'outputs\ended' | there is no such file or folder; set run=outputs/ended
 evaluate | nowhere | run=nowhere: there is no such folder
 evaluate | ended | run=ended: there is no such folder; set run=outputs/ended
 generate run=outputs/ended | - | missing required option: prompt

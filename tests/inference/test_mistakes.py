@@ -15,6 +15,7 @@ from tests.inference.conftest import photo, script
 
 TABLE = """
 EVALUATE run=photos | - | the folder has no config.json, so it is no run and no exported model
+EVALUATE run=halved | - | halved/config.json cannot be read (Unterminated string … ); restore it
 EVALUATE run=empty | - | has no whole model in empty/best: it has no checkpoint either
 EVALUATE run=unsaved | - | it was trained with checkpoint=none, which keeps none
 EVALUATE run=foreign | - | config.json is of a model of type mamba, which is not read here
@@ -43,6 +44,7 @@ EVALUATE PHOTOS | path=photos | -
 EVALUATE PHOTOS | split=test | there is none in imagefolder (training photos,
 generate prompt=λ run=outputs/chars | - | 'λ' (1 in all) … or train a new model, without init_from
 generate prompt=a GPT2 max_new_tokens=4 | temperature=-1 | must be at least 0 and finite
+generate prompt=a GPT2 max_new_tokens=4 | seed=99999999999999999999999 | must lie between 0 and 4294967295
 generate prompt=a GPT2 max_new_tokens=4 | top_p=0 | must be above 0 and at most 1
 generate prompt=a GPT2 max_new_tokens=4 | data=text | has no effect on a model that is trained
 generate prompt=a GPT2 max_new_tokens=4 | precision=bf61 | -
@@ -63,10 +65,11 @@ SCRIPTS = {name: script(f"inference.{name}:{name}") for name in ("evaluate", "ge
 def files(here: Path) -> None:
     """Runs that have not ended, a model of another program, and photos that cannot be read."""
     Path("greek.txt").write_text("λόγος\n" * 400)
-    for name in ("foreign", "resnet", "empty", "unsaved", "phone"):
+    for name in ("foreign", "resnet", "empty", "unsaved", "phone", "halved"):
         Path(name).mkdir(exist_ok=True)
     Path("foreign/config.json").write_text('{"model_type": "mamba"}')
     Path("resnet/config.json").write_text('{"model_type": "resnet", "architectures": ["ResNetForImageClassification"]}')
+    Path("halved/config.json").write_text(Path("outputs/gpt2/config.json").read_text()[:300])
     known = json.loads(Path("outputs/gpt2/best/config.json").read_text())
     shutil.copytree("outputs/gpt2/best", "bare", ignore=shutil.ignore_patterns("tokenizer*"), dirs_exist_ok=True)
     shutil.copytree("outputs/gpt2/best", "small", dirs_exist_ok=True)

@@ -334,6 +334,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
         "give a folder that save_pretrained wrote, with weights for torch",
     ),
     "cut shard": (sharded, "model-00001-of-00004.safetensors cannot be read"),
+    "mark of Windows": (
+        lambda path: (path / "config.json").write_text((path / "config.json").read_text(), encoding="utf-8-sig"),
+        r"config.json cannot be read as JSON \(Unexpected UTF-8 BOM .*; save it as plain UTF-8",
+    ),
     "own code": (of_own_code, "it brings code of its own, which is not run"),
     "quantized": (configured(quantization_config={"quant_method": "gptq", "bits": 4}), r"are quantized \(gptq\)"),
     "adapters": (

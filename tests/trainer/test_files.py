@@ -9,11 +9,23 @@ from pathlib import Path
 import pytest
 
 from trainer import cache, files
-from trainer.files import remove_folder
+from trainer.errors import UserError
+from trainer.files import read_config, remove_folder
 
 
 class Killed(BaseException):
     pass
+
+
+def test_a_config_is_read_as_windows_saves_it_and_one_that_cannot_be_read_is_no_missing_one(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    assert read_config(path) == {}
+    path.write_bytes(b'\xef\xbb\xbf{\r\n"mean": 0}\r\n')
+    assert read_config(path) == {"mean": 0}
+    for damaged in (b'{"mean": ', "{}".encode("utf-16"), b"[]"):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"config.json cannot be read \(.+\); restore it$"):
+            read_config(path)
 
 
 def test_a_folder_whose_removal_is_killed_is_not_there_and_its_rest_is_removed_later(

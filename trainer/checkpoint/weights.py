@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import warnings
@@ -112,6 +113,11 @@ def defect(file: Path) -> str:
                 return f"is not what its name says; rename it to {name}"
     except Exception as error:  # of the system, pickle, torch or safetensors
         return _why(file, error)
+    if re.fullmatch(r"(\w+_)?config\.json|tokenizer\.json", file.name):
+        try:
+            json.loads(file.read_text(encoding="utf-8"))  # a mark of Windows at its beginning is too much
+        except (OSError, ValueError) as error:
+            return f"cannot be read as JSON ({error}); save it as plain UTF-8"
     return ""
 
 

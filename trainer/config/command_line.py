@@ -30,7 +30,7 @@ from trainer.config.explain import (
 from trainer.config.registration import CONF, choices, key_of
 from trainer.config.text import unquoted
 from trainer.errors import UserError, most_like
-from trainer.run_folder import check_no_address
+from trainer.run_folder import check_path
 
 _MULTIRUN = {"-m", "--multirun"}
 _ALONE = {*_MULTIRUN, "--run", "-r", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
@@ -111,7 +111,7 @@ def read(arguments: Sequence[str]) -> CommandLine:
             alone = argument in ("--info", "-i") and (following[:1] in ("", "-") or "=" in following)
             typed_flags.append("--info=all" if alone else argument)
             continue
-        check_no_address(flag.lstrip("+"), text)
+        check_path(flag.lstrip("+"), text)
         override = _parsed(argument)
         if override is None:
             argument = _quoted_text(argument, override)

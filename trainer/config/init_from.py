@@ -19,11 +19,13 @@ from trainer.errors import UserError
 from trainer.files import (
     BEST,
     CHECKPOINTS,
+    CONFIG_FILE,
     NO_FOLDER,
     SUMMARY_FILE,
     TOKENIZER,
     TRACKING_FILE,
     is_kept,
+    read_config,
     read_object,
     run_facts,
 )
@@ -63,6 +65,7 @@ class InitFrom:
         folder = RunFolder.open("init_from", given, output_dir, uri)
         run = run_of(folder.path)
         if run is None:
+            read_config(folder.path / CONFIG_FILE)  # a run's that is damaged is no reason to take other options
             return cls(folder.path, {}, None, exported=False)
         path, config, exports = run.path, run.config(), run.path != folder.path
         saved = checkpoint.best_step(path / CHECKPOINTS)
@@ -96,7 +99,7 @@ class InitFrom:
 
     def about(self) -> dict[str, Any]:
         """Return the ``config.json`` beside exported weights; of a checkpoint, what the run keeps of its images."""
-        return read_object(self.path / BEST / "config.json") if self.exported else run_facts(self.path, "images")
+        return read_config(self.path / BEST / "config.json") if self.exported else run_facts(self.path, "images")
 
     def facts(self) -> dict[str, Any]:
         """Return what is recorded about it."""

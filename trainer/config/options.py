@@ -19,7 +19,7 @@ from mantissa.errors import UsageError, refusal
 from trainer.config.text import listed, make_printable, say, unquoted, values_of
 from trainer.errors import RunError, UserError, most_like, redacted
 from trainer.parallel.world import UNSET, check_launch, launched_processes
-from trainer.run_folder import check_no_address
+from trainer.run_folder import check_path
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -154,7 +154,7 @@ def parse(
             own = f" ({', '.join(names)})" if names else ""
             raise UserError(f"{argument!r} is not an option{own}; write key=value")
     for key, value in (values | given).items():
-        check_no_address(key, str(value))
+        check_path(key, str(value))
     if others == "overrides":
         check_keys(rest, options)
     return options(**values | given), rest

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from trainer.data.contract import Datasets
 from trainer.data.loader import Loader
 from trainer.debug import Debug
-from trainer.errors import UserError, check_number, check_range
+from trainer.errors import UserError, check_number, check_range, check_seed
 from trainer.hardware import Hardware, set_determinism
 from trainer.metrics import check_named
 from trainer.optim.ema import Ema
@@ -110,8 +110,7 @@ class StepConfig:
         if self.threads is not None and self.threads < 1:
             typed = f"threads={self.threads}"
             raise UserError(f"{typed} must be at least 1; without it there is one per core", "", mistake=typed)
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"seed={self.seed} must lie between 0 and 4294967295")
+        check_seed(self.seed)
         self.recipe.check_complete()
         check_named(self.metrics or [])
         self.scaler.check(self.precision.format)

@@ -55,12 +55,18 @@ class MetricLog:
 
         # Of a resumed run, what follows its checkpoint comes again.
         if resumed_at is not None:
-            if (last := _cut(path, resumed_at)) and config.mlflow:
+            earlier = None
+            if (folder / TRACKING_FILE).exists():  # else it was lost to a full disk
+                earlier = TrackedRun.read(folder)
+                if earlier.is_copied_to(folder):
+                    log.info("%s is a copy of %s: in MLflow it is a run of its own", folder, earlier.folder)
+                    earlier = None
+            if (last := _cut(path, resumed_at)) and config.mlflow and earlier:
                 steps = f"{resumed_at + 1} to {last}"
                 log.info("MLflow cannot replace points: of steps %s it keeps what it has from before the resume", steps)
                 self.run.tags["kept_on_resume"] = f"points of steps {steps} from before the resume"
-            if (folder / TRACKING_FILE).exists():  # else it was lost to a full disk
-                self.run = TrackedRun.read(folder).resumed_as(self.run)
+            if earlier:
+                self.run = earlier.resumed_as(self.run)
             _tolerate(lambda: (folder / SUMMARY_FILE).unlink(missing_ok=True), folder / SUMMARY_FILE)
 
         # The file is the truth. What MLflow gets of it, and where, is known before the first line is.

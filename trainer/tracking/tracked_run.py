@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.files import TRACKING_FILE, read_json, write_json
+from trainer.files import TRACKING_FILE, read_json, read_object, write_json
 from trainer.tracking.store import storable_uri
 
 
@@ -46,6 +46,8 @@ class TrackedRun:
     """Description on MLflow's page as it was set last; another one is the user's."""
     delivered: bool = False
     """Whether the store has all of a run that has ended."""
+    folder: str = ""
+    """Where this was written."""
 
     @classmethod
     def read(cls, folder: Path) -> TrackedRun:
@@ -65,7 +67,13 @@ class TrackedRun:
 
     def write(self, folder: Path) -> None:
         """Write ``tracking.json``."""
+        self.folder = str(folder.absolute())
         write_json(folder / TRACKING_FILE, asdict(self))
+
+    def is_copied_to(self, folder: Path) -> bool:
+        """Return whether this was read in a copy of the run's folder; one that was moved has left nothing behind."""
+        original = Path(self.folder, TRACKING_FILE)
+        return read_object(original).get("key") == self.key and not original.samefile(folder / TRACKING_FILE)
 
     def resumed_as(self, now: TrackedRun) -> TrackedRun:
         """Return what MLflow gets of this run after a resume, with what it has already.

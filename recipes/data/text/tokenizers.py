@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from trainer.errors import UserError
+from trainer.files import read_json
 
 OWN_BPE = "bpe"
 """The default of ``data.tokenizer``."""
@@ -168,7 +169,7 @@ class Characters(Tokenizer):
     @classmethod
     def load(cls, folder: Path) -> Characters:
         """Open what ``save`` wrote."""
-        return cls(json.loads((folder / cls.file).read_text()))
+        return cls(read_json(folder / cls.file))
 
 
 class BytePairs(Tokenizer):

@@ -6,6 +6,7 @@ import json
 import logging
 import queue
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -164,6 +165,23 @@ def test_a_run_deleted_in_mlflow_continues_as_a_new_one(
     assert second != first
     assert [point.step for point in client.get_metric_history(second, "train/loss")] == [1, 2]
     assert "continues as a new one" in caplog.text
+
+
+def test_a_copy_of_a_run_is_a_run_of_its_own_in_mlflow_and_a_moved_one_is_not(
+    folder: Path, store: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mantissa")
+    tracked(folder / "run", 2, "KILLED")
+    shutil.copytree(folder / "run", folder / "copy")
+    tracked(folder / "copy", 3, resume_step=1)
+    assert f"{folder / 'copy'} is a copy of {folder / 'run'}: in MLflow it is a run of its own" in caplog.text
+    assert "MLflow cannot replace points" not in caplog.text
+    (folder / "copy").rename(folder / "moved")
+    for name in ("run", "moved"):
+        before = run_id(folder / name)
+        tracked(folder / name, 4, resume_step=3 if name == "moved" else 2)
+        assert run_id(folder / name) == before
+    assert sorted(points(store).values(), key=str) == [once(4), once(4)]
 
 
 PROCESS = """
