@@ -131,7 +131,7 @@ def open_exported(given: str, path: Path) -> Exported:
 def _of_run(given: str, run: RunFolder) -> Exported:
     best, recorded = run.path / BEST, run.config()
     config = read_config(best / "config.json")
-    if not config or not any(best.glob("*.safetensors")):
+    if not config or not any(best.glob("[!.]*.safetensors")):
         if recorded.get("checkpoint.enabled") is False:
             remedy = "it was trained with checkpoint=none, which keeps none: train it again without that option"
         elif not steps(run.checkpoints):

@@ -314,7 +314,7 @@ class Recipe:
         Raises:
             UserError: there are none, or they cannot be read.
         """
-        found = [open_file(file, str(folder)) for file in sorted(folder.glob("*.safetensors"))]
+        found = [open_file(file, str(folder)) for file in sorted(folder.glob("[!.]*.safetensors"))]
         if not found:
             raise UserError(f"{folder} holds no *.safetensors; give the best/ of a run")
         return {name: tensor for tensors in found for name, tensor in tensors.items()}

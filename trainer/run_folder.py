@@ -187,6 +187,8 @@ def such_as(folder: Path, output_dir: str, key: str = "resume", recipes: Collect
         runs = [run for run in runs if ((run / BEST).is_dir() if key == "run" else steps(run / CHECKPOINTS))]
         if runs:
             return f", such as {max(runs, key=lambda path: path.stat().st_mtime)}"
+    if not Path(output_dir).expanduser().is_dir():
+        return f" (there is no {output_dir} in this folder)"
     of = f" of {', '.join(recipes)}" if recipes else ""
     return f" ({output_dir} has none{of} with {BEST if key == 'run' else CHECKPOINTS}/)"
 

@@ -53,6 +53,8 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
         what = "there is no config.json in this folder" if path.is_dir() else "there is no such folder"
         saved = max(path.glob("*/config.json"), key=lambda file: (len(file.parent.name), file), default=None)
         wanted = saved.parent if saved else "one that save_pretrained wrote"
+        if (path / "adapter_config.json").exists():
+            wanted = "its model with this adapter of peft merged into it, as merge_and_unload returns it"
         raise UsageError(f"{source}: {what}; give {wanted}")
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)

@@ -243,8 +243,8 @@ def _curve(options: argparse.Namespace, text: str) -> tuple[list[float], list[fl
 def last_number(before: str, printed: str) -> float | None:
     """Return the number that a program printed last after a text; None: it printed none there.
 
-    Between the two may be spaces, ``:``, ``=`` and quotes. ``loss`` is not found in ``aux_loss``. What is printed for
-    no number, such as null, is a nan.
+    Between the two may be spaces, ``:``, ``=``, quotes and the lines of a table. ``loss`` is not found in ``aux_loss``.
+    What is printed for no number, such as null, is a nan.
 
     Raises:
         UsageError: the number can be read in two ways.
@@ -253,7 +253,7 @@ def last_number(before: str, printed: str) -> float | None:
     printed = _CONTROL.sub(lambda code: "\n" if code[0][1] == "[" and code[0][-1] in "ABCDEFGHf" else "", printed)
     printed = re.sub(r"\r?\n|[\r\b]+", "\n", printed).replace("\u2212", "-")
     text = r"[ \t]+".join(map(re.escape, before.split()))
-    whole = rf"(?:(?<![\w/.-])|(?!\w)){text}(?:(?<!\w)|(?![\w.+-]))[ \t:=\"']*((?i:{_NUMBER}))"
+    whole = rf"(?:(?<![\w/.-])|(?!\w)){text}(?:(?<!\w)|(?![\w.+-]))[ \t:=\"'│]*((?i:{_NUMBER}))"
     numbers = list(re.finditer(whole, printed))
     of_first = [match for match in numbers if not _OTHER_RANK.match(printed, printed.rfind("\n", 0, match.start()) + 1)]
     if not numbers:

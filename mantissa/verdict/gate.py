@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from torch import Tensor
 
 from mantissa.errors import UsageError, check_number, check_type, names_in
 from mantissa.verdict.comparison import Comparison
@@ -53,6 +56,12 @@ def precision_gate(
     check_type("train", train, callable(train), "a function of a precision and a seed")
     check_number("seeds", seeds, 4)
     check_number("max_seeds", seeds if max_seeds is None else max_seeds, 16)
+    if max_seeds is not None and max_seeds < seeds:
+        raise UsageError(f"max_seeds={max_seeds} is below seeds={seeds}")
+    try:
+        inspect.signature(train).bind("fp32", 0)
+    except TypeError as error:
+        raise UsageError(f"train is called as train(precision, seed), which it does not take: {error}") from None
     arms = names_in("arms", arms)
     if len(set(arms)) < max(2, len(arms)):
         raise UsageError(f"arms {arms!r} must be two or more different precisions, such as ('fp32', 'bf16')")
@@ -61,6 +70,7 @@ def precision_gate(
         __tracebackhide__ = True
         began = time.monotonic()
         returned = train(arm, seed)
+        returned = returned.detach() if isinstance(returned, Tensor) else returned
         seconds = time.monotonic() - began
         try:
             loss = float(returned)

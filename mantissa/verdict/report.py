@@ -33,6 +33,9 @@ EQUAL_LOSS = (
 _WALL = "Wall times are of whole runs, their start included; other work on the machine is not taken out."
 
 
+_HIGHER = "higher_is_better, or --higher-is-better,"
+
+
 def report(comparison: Comparison, command: str) -> Report:
     """Return the report: failures and verdicts in sentences, a table, and how it was measured."""
     arms = [f"{label}: {text}" for label, text in comparison.arms.items()]
@@ -43,7 +46,7 @@ def report(comparison: Comparison, command: str) -> Report:
         Section("How it was measured", method, folded=True),
     ]
     way, turn = ("Higher", "says so") if comparison.higher_is_better else ("Lower", "turns it round")
-    better = f"{way} {comparison.metric.rstrip(' :=')} counts as better; higher-is-better {turn}."
+    better = f"{way} {comparison.metric.rstrip(' :=')} counts as better; {_HIGHER} {turn}."
     answer = [*_sentences(comparison), better, *about_looks(comparison.looks)]
     origin = f"Machine: {platform.platform()}."
     return Report("Comparison", " / ".join(comparison.arms), answer, command, origin, sections)

@@ -121,6 +121,7 @@ def test_why_a_folder_cannot_be_loaded_is_said(
         (["nobody/nothing"], "nobody/nothing cannot be loaded: We couldn't connect"),
         (["{empty}"], ": there is no config.json in this folder; give one"),
         (["{outputs}"], ": there is no config.json in this folder; give {outputs}/checkpoint-10"),
+        (["{adapter}"], "give its model with this adapter of peft merged into it"),
         (["{run}"], "run cannot be loaded: it is the folder of a run; give {run}/best"),
         (["{speech}"], "a model of type wav2vec2 is no language model"),
         (["{half}"], "WhisperForConditionalGeneration is no language model"),  # of which only a decoder would be loaded
@@ -137,8 +138,10 @@ def test_a_mistake_is_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    folders = {name: tmp_path / name for name in ("empty", "speech", "half")}
+    folders = {name: tmp_path / name for name in ("empty", "speech", "half", "adapter")}
     folders["empty"].mkdir()
+    folders["adapter"].mkdir()
+    (folders["adapter"] / "adapter_config.json").write_text("{}")
     folders["run"] = tmp_path / "run"
     hf.GPT2Config().save_pretrained(folders["run"] / "best")
     folders["outputs"] = tmp_path / "outputs"

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import hydra
@@ -89,7 +90,8 @@ def prepare(line: CommandLine, recorded: Mapping[str, Any] | None = None) -> Com
 
 def _resumed(line: CommandLine) -> RunFolder | None:
     """Return the run whose folder or address ``resume`` is; None: it is no folder, and the run is found by its name."""
-    if str(resume := line.value("resume")).lower() in ("true", "yes", "1", "last", "latest"):
+    resume = line.value("resume")
+    if str(resume).lower() in ("true", "yes", "1", "last", "latest") and not Path(str(resume)).is_dir():
         problem = f"resume={resume}: resume takes a run folder, or auto, which continues the newest run of this name"
         raise UserError(problem, "resume=auto", mistake=f"resume={resume}")
     if resume in NO_FOLDER:

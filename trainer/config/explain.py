@@ -11,6 +11,7 @@ from dataclasses import Field, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
@@ -30,6 +31,13 @@ def explained(where: str = "") -> Iterator[None]:
         yield
     except (HydraException, OmegaConfBaseException) as error:
         raise _explained(error, where) from error
+    except yaml.YAMLError as error:  # which names the file and the line
+        raise UserError(f"{where}{' '.join(str(error).split())}") from error
+    except ValueError as error:
+        if "Unsupported item value in defaults" not in str(error):  # Hydra's, which names no file
+            raise
+        problem = "in the defaults of a YAML file a choice is read as true or false; write off and on in quotes"
+        raise UserError(problem) from error
 
 
 def _explained(error: BaseException, where: str) -> UserError:
@@ -49,6 +57,8 @@ def _explained(error: BaseException, where: str) -> UserError:
         return _missing(cause.missing_cfg_file, [name for name in cause.options if not name.endswith("_schema")], where)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
         key, offered = str(cause.full_key), re.search(r"append to your config use \+\S+?=(.*)", text)
+        if key == "experiment":  # the file's options are below its own group
+            return UserError(f"{where}the first line of its file has to be # @package _global_")
         if not is_dataclass(cause.object_type):
             typed = f"{key}={offered[1]}" if offered else key
             return UserError(f"{where}{key} is not in the config", *[f"+{typed}"] * bool(offered), mistake=typed)
@@ -59,6 +69,9 @@ def _explained(error: BaseException, where: str) -> UserError:
     if own := [name for name in known_options() if name.startswith(f"{key}.")]:
         return UserError(f"{where}{typed}: set one of its options: {', '.join(own)}")
     first = str(cause).strip().partition("\n")[0]
+    if choice := re.search(r"is not a subclass of \w+\. value: (\w+)$", first):
+        how = f"a choice is made in the defaults of a file, as {{override /GROUP: {choice[1]}}}"
+        return UserError(f"{where}{choice[1]} is in the place of options; {how}")
     if there := re.search(r"An item is already at '(.*)'", first):
         added = re.search(r"remove \+ prefix: '(.*)'", text)
         return has_value(there[1], added[1] if added else "")

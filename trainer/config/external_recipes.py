@@ -25,7 +25,9 @@ def use_folder(recipe_path: str | None) -> None:
     """
     folder = Path(recipe_path).expanduser().absolute() if recipe_path else None
     if folder is not None and not folder.is_dir():
-        raise UserError(f"recipe_path={recipe_path} is not a folder; give the folder with your recipe's Python file")
+        raise UserError(f"recipe_path={recipe_path} is not a folder; give that of your recipe's Python file or conf/")
+    if folder is not None and not any(folder.glob("*.py")) and not (folder / "conf").is_dir():
+        raise UserError(f"recipe_path={recipe_path} has no Python file and no conf/; give the folder that has")
     _folder[:] = [folder] if folder else []
     if folder and str(folder) not in sys.path:
         sys.path.append(str(folder))  # also for the processes that load data

@@ -198,7 +198,8 @@ def _checkpoint_of(folder: RunFolder, plan: Plan) -> tuple[Path | None, str]:
     if plan.config.resume == SAME and state == "not finite":
         step = folder.summary()["failure"]["step"]
         raise NonFiniteError(f"{folder.path} turned non-finite at step {step}; remove the folder to repeat the run")
-    check_same(folder, plan.recorded, flatten(plan.config), plan.config.overrides)
+    if store.steps(folder.checkpoints):  # else it is not continued under any options
+        check_same(folder, plan.recorded, flatten(plan.config), plan.config.overrides)
     try:
         checkpoint = store.find_verified(folder.checkpoints)
     except UserError as error:

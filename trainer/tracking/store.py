@@ -99,7 +99,7 @@ def configured_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
     if uri in _WORKSPACES:
         return uri
     shown = redacted(uri) if separator or "@" not in uri else "***"
-    meant = "sqlite:///file.db" if separator or "@" in uri else f"sqlite:///{uri}"
+    meant = "sqlite:///file.db" if separator or "@" in uri else f"sqlite:///{uri.removeprefix('sqlite:')}"
     if _ADDRESS.fullmatch(uri):
         meant = f"http://{uri}"
     raise UserError(

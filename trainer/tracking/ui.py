@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from trainer.errors import UserError, redacted
+from trainer.files import command
 from trainer.tracking.store import VIEW, VIEW_TAG, connect, database_file, tracking_uri
 
 HOST = "127.0.0.1"
@@ -32,8 +33,8 @@ def ui(options: UiOptions) -> None:
     if uri.startswith(("databricks", "uc")):
         raise UserError(f"the runs are in {uri}, which has its own page: open it in your workspace")
     if database and not database.exists():
-        example = "python scripts/train.py recipe=gpt2 precision=bf16"
-        example += f" tracking.uri={options.uri}" * bool(options.uri)
+        store = [f"tracking.uri={options.uri}"] if options.uri else []
+        example = command("train.py", ["recipe=gpt2", "precision=bf16", *store])
         raise UserError(f"no runs yet in {database}; train something first: {example}")
     if _is_server(uri):
         print(f"the runs are at {redacted(uri)}")
@@ -53,12 +54,12 @@ def ui(options: UiOptions) -> None:
             if VIEW_TAG in experiment.tags:
                 table = f"{page}/#/experiments/{experiment.experiment_id}/runs?{TRAINING}&viewStateShareKey={VIEW}"
                 print(f"  {experiment.name:<10}  {table}", flush=True)
-    command = [sys.executable, "-m", "mlflow", "ui", "--host", HOST, "--port", str(options.port), "--workers", "1"]
-    command += ["--uvicorn-opts", "--no-access-log --timeout-graceful-shutdown 10"]
+    server = [sys.executable, "-m", "mlflow", "ui", "--host", HOST, "--port", str(options.port), "--workers", "1"]
+    server += ["--uvicorn-opts", "--no-access-log --timeout-graceful-shutdown 10"]
     # MLflow takes the store from the environment, too: a command line would show its password.
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     environment = {"PYTHONWARNINGS": "ignore"} | quiet | os.environ | {"MLFLOW_BACKEND_STORE_URI": uri}
-    os.execve(sys.executable, command, environment)
+    os.execve(sys.executable, server, environment)
 
 
 def shown_at(uri: str, experiment_id: str, run_id: str) -> str:

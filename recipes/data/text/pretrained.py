@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from recipes.data.text.files import TABLES
+from recipes.data.text.files import TABLES, typed
 from recipes.data.text.tokenizers import Bytes, Characters, Tokenizer
 from trainer.checkpoint.weights import defect
 from trainer.errors import UserError, first_line, is_out_of_memory
@@ -42,6 +42,9 @@ class Pretrained(Tokenizer):
         from transformers import AutoTokenizer
 
         wanted = "give another"
+        if (file := Path(name).expanduser()).is_file():
+            remedy = typed("data.tokenizer", str(file.parent))
+            raise UserError(f"{key} is a file, and its folder is wanted", remedy, mistake=typed("data.tokenizer", name))
         if Path(name).expanduser().is_dir():
             wanted = f'copy the model\'s own into it (AutoTokenizer.from_pretrained(…).save_pretrained("{name}"))'
         with opening(name, key, "has no tokenizer that opens", wanted) as place:

@@ -74,6 +74,17 @@ def test_the_folder_alone_is_enough(run: Path, runs: dict[str, Path], succeed: T
     assert {key for key in changed if not key.startswith("profiler.")} == free
 
 
+def test_a_folder_that_is_called_latest_is_a_folder(run: Path, succeed: Train) -> None:
+    Path("latest").symlink_to(run)
+    assert "latest is already complete" in succeed("resume=latest").out
+
+
+def test_without_a_checkpoint_no_options_continue_a_run(run: Path, train: Train) -> None:
+    shutil.rmtree(run / "checkpoints")
+    shutil.rmtree(run / "best")
+    assert "holds no checkpoint to resume from; start without resume=" in train("resume=elsewhere/1e3", "seed=4").err
+
+
 def test_a_run_that_another_process_ends_before_this_one_has_it_is_complete(
     run: Path, succeed: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:

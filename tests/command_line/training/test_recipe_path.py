@@ -129,6 +129,25 @@ def test_a_yaml_without_its_schema_is_told_its_first_lines(folder: Path, train: 
     assert f"defaults: {lines}" in refused.err
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("# @package _global_\ndefaults: [override /compile: off, _self_]\n", "write off and on in quotes"),
+        ("# @package _global_\nprecision: bf16\n", "as {override /GROUP: bf16}"),
+        ("experiment: null\nsteps: 4\n", "the first line of its file has to be # @package _global_"),
+        ("# @package _global_\nsteps: 4\n\tseed: 1\n", 'experiment/own.yaml", line 3'),
+    ],
+)
+def test_an_experiment_that_cannot_be_read_is_one_sentence(
+    folder: Path, train: Train, content: str, words: str
+) -> None:
+    file = folder / "mine/conf/experiment/own.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(content)
+    assert words in mistake(train, "recipe_path=mine", "experiment=own")
+    assert "has no Python file and no conf/" in mistake(train, "recipe_path=mine/conf")
+
+
 _NUMBERS = itertools.count()
 _LOSS = 'LossOutput((model(batch["x"]).float() - batch["x"]).square().sum(), {})'
 
@@ -198,7 +217,7 @@ def mistake(train: Train, *overrides: str) -> str:
 
 
 def test_mistakes_are_one_sentence(folder: Path, train: Train) -> None:
-    assert "recipe_path=nowhere is not a folder; give the folder" in mistake(train, "recipe_path=nowhere")
+    assert "recipe_path=nowhere is not a folder; give that of" in mistake(train, "recipe_path=nowhere")
     write(folder / "taken", "json")
     assert "json.py has the name of another module, json; rename it" in mistake(train, "recipe_path=taken")
     write(folder / "hyphen", "mynet")

@@ -80,7 +80,7 @@ def test_arms_take_turns_and_a_command_that_is_given_again_has_other_seeds(
     printed = capsys.readouterr().out
     assert "worse, compared with fp32: val loss +2.00 % [" in printed
     assert [line.split(",")[0] for line in printed.splitlines() if "equal in every digit" in line] == ["copy"]
-    assert "\nLower val loss counts as better; higher-is-better turns it round.\n" in printed
+    assert "\nLower val loss counts as better; higher_is_better, or --higher-is-better, turns it round.\n" in printed
     assert "Wall times are of whole runs, their start included" in printed
     assert "<h1>fp32 / same / copy / worse / noisy / fp32-2</h1>" in (commands.report / "comparison.html").read_text()
 
@@ -96,7 +96,7 @@ def test_a_higher_metric_may_be_better_and_percents_against_fractions_are_asked_
     assert commands.verdicts() == {"other": verdict}
     printed = capsys.readouterr().out
     assert f"other, compared with fp32: val loss {said}" in printed
-    assert "\nHigher val loss counts as better; higher-is-better says so.\n" in printed
+    assert "\nHigher val loss counts as better; higher_is_better, or --higher-is-better, says so.\n" in printed
     assert ("check that both print it in one unit" in printed) == (abs(shift) > 1)
 
 

@@ -71,6 +71,8 @@ def test_an_arm_that_diverges_is_worse_and_an_error_of_the_training_is_its_own(t
         mantissa.precision_gate(lambda p, s: float("nan") if (p, s) == ("bf16", 2) else train(p, s), report=tmp_path)
     with pytest.raises(ZeroDivisionError):
         mantissa.precision_gate(lambda precision, seed: 1 / seed, report=tmp_path)
+    loss = torch.ones((), requires_grad=True)  # whose conversion torch would warn of
+    assert mantissa.precision_gate(lambda p, s: loss * train(p, s), report=tmp_path).equivalent
     for returned in (None, [3.0, 2.5], torch.ones(2)):
         with pytest.raises(UsageError, match="train must return the final loss, a number, and returned "):
             mantissa.precision_gate(lambda precision, seed, value=returned: value, report=tmp_path)
@@ -109,6 +111,8 @@ def test_pytest_finds_the_plugin() -> None:
         ({"margin": 1}, "margin=1 must be more than 0 and less than 1"),
         ({"seeds": "4"}, "seeds must be a whole number"),
         ({"max_seeds": 2.5}, "max_seeds must be a whole number"),
+        ({"seeds": 6, "max_seeds": 4}, "max_seeds=4 is below seeds=6"),
+        ({"train": lambda seed: 1.0}, r"called as train\(precision, seed\), which it does not take"),
         ({"arms": None}, "each of arms must be a name"),
         ({"arms": "bf16"}, "must be two or more different precisions"),
         ({"train": None}, "train must be a function"),

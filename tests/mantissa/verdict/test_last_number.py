@@ -74,6 +74,7 @@ def test_a_number_is_read_whole(between: str, printed: str, value: float) -> Non
         ("loss", "{'loss': 2.5, 'grad_norm': nan}\n{'loss': '2.25'}\n{'eval_loss': 9.0}", 2.25),
         ("loss", "2026-11-28 13:44:06,123 INFO train.py:12 loss 2.25\n", 2.25),
         ("val_loss", "4: 100%|██| 1/1 [9.9it/s, train_loss_step=2.3, val_loss=2.4, train_loss=2.3]", 2.4),
+        ("test_loss", f"{LIGHTNING}     2.314512014389038     │", 2.314512014389038),
         ("test_loss │", f"{LIGHTNING}     2.314512014389038     │", 2.314512014389038),
         ("test_loss │", f"{LIGHTNING}            nan            │", math.nan),
         ("loss", "loss 2.25 aux_loss 0.01 val/loss: 0.5 --loss 3", 2.25),

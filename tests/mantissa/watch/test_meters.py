@@ -44,6 +44,20 @@ def test_lost_updates_are_measured_by_parameter_group_and_warned_about_once() ->
     assert metrics["precision/least_bits_to_overflow"] == min(last.overflow.values())
 
 
+def test_weights_that_do_not_move_are_named_but_in_the_first_step_of_a_warm_up() -> None:
+    net, said = nn.Linear(8, 1), list[str]()
+    optimizer = torch.optim.SGD(net.parameters(), 0.0)
+    watch = mantissa.Watch(net, optimizer, every=1, say=said.append)
+    for rate in (0.0, 0.1, 0.0, 0.0):
+        optimizer.param_groups[0]["lr"] = rate
+        loss = net(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        watch.step(loss)
+    assert [text.partition(":")[0] for text in said if "No weight of parameter group 0 moves" in text] == ["step 3"]
+
+
 def scaled_step(
     net: nn.Module, x: Tensor, scaler: Any, loss_of: Callable[[Tensor], Tensor]
 ) -> tuple[Measured, list[str]]:

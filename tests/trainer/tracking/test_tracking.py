@@ -224,6 +224,7 @@ def test_the_tracking_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("tracking.uri='me:s3cret@host'", "tracking.uri=***"),
         ("tracking.uri=127.0.0.1:5000", "; set tracking.uri=http://127.0.0.1:5000"),
         ("tracking.uri=runs.db", "; set tracking.uri=sqlite:///runs.db"),
+        ("tracking.uri=sqlite:runs.db", "; set tracking.uri=sqlite:///runs.db"),
         ("tracking.uri=sqlite://runs.db", "; set tracking.uri=sqlite:///runs.db"),
         ("tracking.uri=http://host:5000/#/experiments/0", "; set tracking.uri=http://host:5000"),
     ],
