@@ -86,7 +86,7 @@ class Checkpoint:
             raise UserError("checkpoint.save_on_signal has no effect with checkpoint=none; remove one of them")
         if self.every != "auto" and not self.enabled:
             problem = f"checkpoint.every={self.every} has no effect with checkpoint=none, which saves none"
-            raise UserError(problem, "", "checkpoint=default", mistake=f"checkpoint.every={self.every}")
+            raise UserError(problem, "checkpoint.every=auto", "checkpoint=default")
 
 
 class CheckpointNotWritten(Exception):

@@ -135,7 +135,7 @@ def test_resume_auto_starts_a_run_or_takes_the_newest_of_that_name(train: Train,
     again = succeed(*SMALL, "steps=2").out
     assert "small exists; this run is small-2 (resume=auto would have continued it)\n" in again
     for how in ("resume=null", "resume=auto"):  # of a run that saved nothing, as one that was killed at its start
-        done = succeed(*SMALL, "steps=2", "run_name=none", "checkpoint=none", how)
+        done = succeed(*SMALL, "steps=2", "run_name=none", "checkpoint=none", "checkpoint.every=auto", how)
     assert "none exists; this run is none-2 (none has no checkpoint)\n" in done.out
     for path in (folder / "outputs").glob("none*"):
         shutil.rmtree(path)
@@ -185,7 +185,7 @@ def interrupt_at_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("interrupt_at_evaluation")
 def test_a_signal_ends_an_evaluation_without_checkpoints(train: Train) -> None:
-    done = train(*RUN, "eval_every=4", "checkpoint=none")
+    done = train(*RUN, "eval_every=4", "checkpoint=none", "checkpoint.every=auto")
     said = "stopped by SIGINT after step 4; nothing was saved (checkpoint=none)\n"
     assert (done.code, done.err) == (130, said)
 
