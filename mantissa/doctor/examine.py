@@ -143,6 +143,9 @@ def examine(
     if unknown := [check for check in checks if check not in CHECKS]:
         raise UsageError(f"checks={unknown} are unknown; use some of {', '.join(CHECKS)}")
     batches = list(islice(batches, accumulate * MOST_STEPS))
+    kinds = {(batch.dtype, batch.ndim) for batch in batches if isinstance(batch, Tensor)}
+    if len(kinds) > 1:  # such as inputs and labels
+        raise UsageError("batches has tensors of several dtypes or dimensions, so it is one batch; give [batch]")
     if len(batches) < accumulate:
         raise UsageError(f"accumulate={accumulate}, and batches has {len(batches)}; give at least one step's batches")
     if optimizer is not None:

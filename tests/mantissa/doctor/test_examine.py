@@ -257,6 +257,7 @@ def test_batches_of_any_nesting_and_no_optimizer() -> None:
         ({"loss": regression(), "batches": error}, "loss must be a function, .* and is of type list"),
         ({"batches": error}, "batches must be an iterable of batches"),
         ({"batches": regression()[0]}, r"such as a DataLoader or \[batch\], and is of type dict"),
+        ({"batches": [torch.ones(4, 2), torch.ones(4).long()]}, r"so it is one batch; give \[batch\]"),
         ({"optimizer": error}, "optimizer must be an optimizer, and is of type function"),
     ],
 )
