@@ -121,6 +121,7 @@ def _write(network: Any, tokenizer: Any, ids: Tensor, options: GenerateOptions) 
     decodes = network.config.is_encoder_decoder  # a T5, whose positions are relative
     context = None if decodes else network.config.max_position_embeddings
     stop = network.generation_config.eos_token_id
+    known_ids = min(network.config.vocab_size, 1 + max(tokenizer.get_vocab().values()))  # its rows may be padded
     drawn: dict[str, Any] = {"do_sample": options.temperature > 0}
     if options.temperature > 0:
         drawn |= {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
@@ -130,7 +131,7 @@ def _write(network: Any, tokenizer: Any, ids: Tensor, options: GenerateOptions) 
             ids = generated(
                 network,
                 known,
-                network.config.vocab_size,
+                known_ids,
                 max_new_tokens=left if context is None else min(left, max(1, context - known.shape[1])),
                 pad_token_id=min(ends, default=0),
                 streamer=shown,

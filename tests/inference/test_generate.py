@@ -100,6 +100,19 @@ def test_it_computes_in_the_precision_that_is_asked_for(here: Path, monkeypatch:
         assert set(seen) == {expected}
 
 
+def test_a_row_that_the_tokenizer_lacks_is_never_drawn(here: Path, tmp_path: Path) -> None:
+    """As of models whose tables are padded beyond their tokenizer."""
+    folder = shutil.copytree(here / "outputs/gpt2/best", tmp_path / "padded")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    known = model.config.vocab_size
+    model.resize_token_embeddings(known + 64, mean_resizing=False)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[known:] = 9 * model.get_output_embeddings().weight[:1]
+    model.save_pretrained(folder)
+    given = ("prompt=The fox", "temperature=0", "max_new_tokens=9", "precision=fp32")
+    assert generate(f"run={folder}", *given).out == generate("run=outputs/gpt2", *given).out
+
+
 def test_what_ends_a_text_is_not_printed(here: Path, tmp_path: Path) -> None:
     shutil.copytree("outputs/gpt2/best", tmp_path / "best")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "best")
