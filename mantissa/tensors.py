@@ -76,13 +76,23 @@ def check_model(model: nn.Module) -> None:
     if any(weight.is_meta for weight in weights):
         raise UsageError("the model has weights on the device meta, which have no values; load or initialise them")
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise UsageError("the model is TorchScript, which has no hooks; give the module that was scripted or traced")
+        raise UsageError(
+            "the model has TorchScript, which takes no hooks; give the modules that were scripted or traced"
+        )
 
 
 def innermost(optimizer: Any) -> Any:
     """Return the optimizer of torch that an optimizer wraps, as accelerate's, Lightning's and SAM's do; else itself."""
-    held = [each for each in getattr(optimizer, "__dict__", {}).values() if isinstance(each, torch.optim.Optimizer)]
-    return innermost(held[0]) if len(held) == 1 else optimizer
+    held = {id(each): each for each in getattr(optimizer, "__dict__", {}).values() if each is not optimizer}
+    inner = [each for each in held.values() if isinstance(each, torch.optim.Optimizer)]
+    named = getattr(optimizer, "optimizer", None)
+    if not isinstance(named, torch.optim.Optimizer):
+        named = inner[0] if len(inner) == 1 else None
+    if named is None:
+        return optimizer
+    # One that also has weights of its own, or all of those that its part shares out, is no wrapper.
+    own = set(map(id, changed_by(optimizer))) if isinstance(optimizer, torch.optim.Optimizer) else set()
+    return innermost(named) if own <= set(map(id, changed_by(named))) else optimizer
 
 
 def measurable(gradient: Tensor | None) -> TypeGuard[Tensor]:

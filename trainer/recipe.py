@@ -500,7 +500,7 @@ def losses_of_some(recipe: Recipe, model: Any, data: Dataset, device: torch.devi
     model.eval()
     try:
         samples = data.batch([SampleId(index, 0) for index in places.tolist()])
-        recipe.returned("batch of its datasets", samples, dict)
+        recipe.returned("batch of its datasets", samples, Mapping)
         set_random_state(generators, device)  # some data are augmented with them
         rows = [slice(len(places)), *(slice(row, row + 1) for row in range(len(places)))]
         parts = [{name: tensor[some] for name, tensor in samples.items()} for some in rows]

@@ -91,7 +91,8 @@ class RunFolder:
             why = "this is a file" if path.exists() else f"there is no such {'file or ' * (key == 'init_from')}folder"
             which = "a file of weights, or a run" if key == "init_from" else "a run"
             around = next((str(run.path) for folder in path.parents if (run := run_of(folder))), "")
-            if run_of(there := Path(output_dir).expanduser() / path):
+            there = Path(output_dir).expanduser() / path
+            if there != path and there.is_dir() and run_of(there):
                 raise UserError(f"{key}={given}: {why}", shlex.quote(f"{key}={there}"), mistake=shlex.quote(given))
             near = f", such as {around}" if around else such_as(path.parent, output_dir, key, recipes)
             raise UserError(f"{key}={given}: {why}; give {which} folder{near}")

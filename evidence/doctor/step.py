@@ -75,7 +75,7 @@ class Overrides(Remedies):
         """Return the value of the choice of ``optimizer`` with this class; else that of the class."""
         for file in yaml_files("optimizer").values():
             choice: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(file))  # type: ignore[assignment]
-            value = {**choice, **choice.get("options", {})}.get(name)
+            value = {**choice, **(choice.get("options") or {})}.get(name)
             if choice.get("name") == self._optimizer.name and value is not None:
                 return tuple(value) if isinstance(value, list) else value
         return super().default(optimizer, name)

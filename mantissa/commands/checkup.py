@@ -51,7 +51,7 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
     is_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or ("/" in source and path.parent.is_dir())
     if (is_path or path.exists()) and not (path / "config.json").exists():
         what = "there is no config.json in this folder" if path.is_dir() else "there is no such folder"
-        saved = max(path.glob("*/config.json"), key=lambda file: (len(file.parent.name), file), default=None)
+        saved = max(path.glob("checkpoint-*/config.json"), key=lambda file: (len(file.parent.name), file), default=None)
         wanted = saved.parent if saved else "one that save_pretrained wrote"
         if (path / "adapter_config.json").exists():
             wanted = "its model with this adapter of peft merged into it, as merge_and_unload returns it"
@@ -79,7 +79,7 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
         raise
     except Exception as error:  # of any kind: absent, unreachable, of unknown type, damaged
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if path.is_dir():
+        if path.is_dir() and not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
             why += "; give a folder that save_pretrained wrote, with weights for torch"
         if pointers := [file.name for file in sorted(path.glob("*")) if file.is_file() and _is_pointer(file)]:
             why = f"{pointers[0]} is a pointer of Git LFS in the place of the file; get that with git lfs pull"

@@ -29,10 +29,10 @@ def _fp32_forward(
     global entered
     module = getattr(forward, "__self__", None)
     for weight in module._parameters.values() if isinstance(module, nn.Module) else ():
-        if weight is not None and weight.dtype.itemsize == 2:
+        if weight is not None and weight.is_floating_point() and weight.dtype.itemsize == 2:
             raise FormatError(
                 f"a {type(module).__name__} of keep_fp32 has weights in {dtype_name(weight.dtype)} now;"
-                " cast the model first, then call keep_fp32"
+                " cast the model first, then call keep_fp32; with FSDP2, shard this module apart, in fp32"
             )
     outermost = not entered
     entered = True

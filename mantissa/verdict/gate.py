@@ -7,6 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
@@ -58,10 +59,12 @@ def precision_gate(
     check_number("max_seeds", seeds if max_seeds is None else max_seeds, 16)
     if max_seeds is not None and max_seeds < seeds:
         raise UsageError(f"max_seeds={max_seeds} is below seeds={seeds}")
-    try:
-        inspect.signature(train).bind("fp32", 0)
-    except TypeError as error:
-        raise UsageError(f"train is called as train(precision, seed), which it does not take: {error}") from None
+    with suppress(ValueError):  # a builtin has no signature
+        signature = inspect.signature(train, follow_wrapped=False)
+        try:
+            signature.bind("fp32", 0)
+        except TypeError as error:
+            raise UsageError(f"train is called as train(precision, seed), which it does not take: {error}") from None
     arms = names_in("arms", arms)
     if len(set(arms)) < max(2, len(arms)):
         raise UsageError(f"arms {arms!r} must be two or more different precisions, such as ('fp32', 'bf16')")

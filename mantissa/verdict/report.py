@@ -34,6 +34,7 @@ _WALL = "Wall times are of whole runs, their start included; other work on the m
 
 
 _HIGHER = "higher_is_better, or --higher-is-better,"
+"""The argument of ``precision_gate``, and the flag of the command."""
 
 
 def report(comparison: Comparison, command: str) -> Report:

@@ -76,8 +76,9 @@ class Measured(NamedTuple):
                 share = f"{counts.lost_share:.0%} of the updates of parameter group {group}"
                 harms[(group,)] = f"{share} are lost, too small for the weights' dtype: keep fp32 weights."
             elif self.step > 1 and counts.gradients and not counts.moving and f"moves of {group}" not in known:
-                cause = "the learning rate is 0, or far too small"  # as in the first step of some warm-ups
-                harms[(f"moves of {group}",)] = f"No weight of parameter group {group} moves in this step: {cause}."
+                # As in the first step of some warm-ups.
+                cause = "if that is not meant, look at its learning rate"
+                harms[(f"moves of {group}",)] = f"No weight of parameter group {group} moves in this step; {cause}."
         for group, norm in self.weights.items():
             if not math.isfinite(norm) and f"weights of {group}" not in known:
                 cause = "but all gradients were: look at the optimizer, such as for an eps of 0"

@@ -37,7 +37,7 @@ SKIPS = 10
 """Steps that a loss scaler skips, of the last ``2 x SKIPS - 1``, before that is a failure."""
 _OUTSIDE = "its loss is computed outside of the model: return it there, or give Watch(loss=…) and watch.keep(batch)"
 
-_LATE = "The model was called between the optimizer's step and watch.step: call watch.step right after the former."
+_LATE = "A pass began between the optimizer's step and watch.step: call watch.step right after the former."
 
 
 class Watch:

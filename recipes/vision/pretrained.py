@@ -16,7 +16,7 @@ from recipes.data.images.source import ImageDatasets
 from recipes.vision import architectures
 from trainer.checkpoint.weights import SUFFIXES, read_weights
 from trainer.errors import UserError, first_line, nearest
-from trainer.files import read_config
+from trainer.files import read_config, read_object
 
 DEFAULT = "DEFAULT"
 """The weights that the library recommends."""
@@ -84,7 +84,10 @@ def open_weights(arch: str, pretrained: str, image_size: int) -> Weights:
     path, about = Path(pretrained).expanduser(), dict[str, Any]()
     names, note, name = architectures.shapes(arch, image_size, 2), "", DEFAULT
     if path.exists():
-        config = read_config((path if path.is_dir() else path.parent) / "config.json")
+        if path.is_dir() or path.name == "model.safetensors":
+            config = read_config((path if path.is_dir() else path.parent) / "config.json")
+        else:  # what is beside a file need not be of it
+            config = read_object(path.parent / "config.json")
         state, note = read_weights(path, names, f"init_from={pretrained}")
         about = config.get("pretrained_cfg", config)  # timm's on the hub, or the export of a run
     else:

@@ -163,7 +163,6 @@ recipe=bignet precision=bf16 | scaler=dynamic | -
 recipe=bignet | precision=bf16_pure 'precision.fp32_modules=["*"]' | -
 recipe=resnet | precision=mxfp8 | -
 recipe=bignet | epochs=2 steps=10 | -
-recipe=bignet checkpoint=none | checkpoint.every=2 | has no effect with checkpoint=none
 experiment=resnet18_fake | recipe=bignet | resnet18_fake: it sets recipe.arch, of recipe=resnet
 experiment=resnet18_fake | data=digits | it sets data.classes, of data=synthetic … no other data=; leave it out
 recipe=bignet steps=10 | schedule.warmup_steps=20 | -

@@ -84,9 +84,6 @@ class Checkpoint:
                 raise UserError(f"checkpoint.save_on_signal: {name} is not one of {', '.join(usable)}; use [USR1]")
         if self.save_on_signal and not self.enabled:
             raise UserError("checkpoint.save_on_signal has no effect with checkpoint=none; remove one of them")
-        if self.every != "auto" and not self.enabled:
-            problem = f"checkpoint.every={self.every} has no effect with checkpoint=none, which saves none"
-            raise UserError(problem, "checkpoint.every=auto", "checkpoint=default")
 
 
 class CheckpointNotWritten(Exception):

@@ -50,14 +50,14 @@ def _explained(error: BaseException, where: str) -> UserError:
     cause, text = chain[-1], "\n".join(map(str, chain))
     if file := re.search(r"^In '(.+)/(.+)': \w+ raised while composing", text):
         where += f"{file[1]}={file[2]}: "
-        path = config.yaml_files(file[1])[file[2]]
-        if "_schema" not in path.read_text(encoding="utf-8") and file[1] in config.groups():
+        path = config.yaml_files(file[1]).get(file[2])
+        if path and file[1] in config.groups() and "defaults" not in path.read_text(encoding="utf-8"):
             return _without_schema(path, file[1])
     if isinstance(cause, MissingConfigException) and cause.missing_cfg_file and cause.options:
         return _missing(cause.missing_cfg_file, [name for name in cause.options if not name.endswith("_schema")], where)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
         key, offered = str(cause.full_key), re.search(r"append to your config use \+\S+?=(.*)", text)
-        if key == "experiment":  # the file's options are below its own group
+        if key == "experiment" and where.startswith("experiment="):  # the file's options are below its own group
             return UserError(f"{where}the first line of its file has to be # @package _global_")
         if not is_dataclass(cause.object_type):
             typed = f"{key}={offered[1]}" if offered else key

@@ -44,7 +44,7 @@ def find_modules() -> dict[str, Path]:
         if b"Recipe" not in (code := file.read_bytes()):  # no recipe
             continue
         if not file.stem.isidentifier():
-            if not re.search(rb"class \w+\(.*Recipe", code):  # a script that only uses one
+            if not re.search(rb"class \w+\([^)]*Recipe", code):  # a script that only uses one
                 continue
             raise UserError(f"{file} cannot be imported: a module's name has only letters, digits and _; rename it")
         spec = importlib.util.find_spec(file.stem)

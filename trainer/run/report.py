@@ -180,6 +180,8 @@ def warnings(trainer: Trainer, folder: Path) -> list[str]:
         )
     if Path(trainer.config.output_dir).expanduser().resolve() != folder.parent.resolve():
         sentences.append(f"output_dir={trainer.config.output_dir} has no effect: the run continues in {folder}")
+    if not trainer.config.checkpoint.enabled and trainer.config.checkpoint.every != "auto":
+        sentences.append(f"checkpoint.every={trainer.config.checkpoint.every} has no effect with checkpoint=none")
     if stretched := _stretched(trainer):
         sentences.append(stretched)
     samples, patience = len(trainer.datasets.train), trainer.config.early_stopping.patience

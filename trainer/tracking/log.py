@@ -58,7 +58,7 @@ class MetricLog:
             earlier = None
             if (folder / TRACKING_FILE).exists():  # else it was lost to a full disk
                 earlier = TrackedRun.read(folder)
-                if earlier.is_copied_to(folder):
+                if config.mlflow and earlier.is_copied_to(folder):
                     log.info("%s is a copy of %s: in MLflow it is a run of its own", folder, earlier.folder)
                     earlier = None
             if (last := _cut(path, resumed_at)) and config.mlflow and earlier:

@@ -89,7 +89,7 @@ def configured_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
         )
     scheme, separator, rest = uri.partition("://")
     kind = scheme.partition("+")[0]
-    if kind.startswith("http") and "#" in rest:
+    if kind.startswith("http") and "/#" in rest and "@" not in rest:
         problem = f"{key}={redacted(uri)} is the address of a page, of which the server is a part"
         raise UserError(problem, shlex.quote(f"{option}={uri.partition('#')[0].rstrip('/')}"))
     if kind == "sqlite" and rest and not rest.startswith("/"):

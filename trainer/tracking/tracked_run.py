@@ -73,7 +73,11 @@ class TrackedRun:
     def is_copied_to(self, folder: Path) -> bool:
         """Return whether this was read in a copy of the run's folder; one that was moved has left nothing behind."""
         original = Path(self.folder, TRACKING_FILE)
-        return read_object(original).get("key") == self.key and not original.samefile(folder / TRACKING_FILE)
+        return (
+            bool(self.folder)
+            and read_object(original).get("key") == self.key
+            and not original.samefile(folder / TRACKING_FILE)
+        )
 
     def resumed_as(self, now: TrackedRun) -> TrackedRun:
         """Return what MLflow gets of this run after a resume, with what it has already.

@@ -42,7 +42,7 @@ class Pretrained(Tokenizer):
         from transformers import AutoTokenizer
 
         wanted = "give another"
-        if (file := Path(name).expanduser()).is_file():
+        if (file := Path(name).expanduser()).is_file() and file.suffix:
             remedy = typed("data.tokenizer", str(file.parent))
             raise UserError(f"{key} is a file, and its folder is wanted", remedy, mistake=typed("data.tokenizer", name))
         if Path(name).expanduser().is_dir():

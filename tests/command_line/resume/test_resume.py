@@ -135,7 +135,7 @@ def test_resume_auto_starts_a_run_or_takes_the_newest_of_that_name(train: Train,
     again = succeed(*SMALL, "steps=2").out
     assert "small exists; this run is small-2 (resume=auto would have continued it)\n" in again
     for how in ("resume=null", "resume=auto"):  # of a run that saved nothing, as one that was killed at its start
-        done = succeed(*SMALL, "steps=2", "run_name=none", "checkpoint=none", "checkpoint.every=auto", how)
+        done = succeed(*SMALL, "steps=2", "run_name=none", "checkpoint=none", how)
     assert "none exists; this run is none-2 (none has no checkpoint)\n" in done.out
     for path in (folder / "outputs").glob("none*"):
         shutil.rmtree(path)

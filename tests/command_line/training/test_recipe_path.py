@@ -164,7 +164,7 @@ _LOSS = 'LossOutput((model(batch["x"]).float() - batch["x"]).square().sum(), {})
         (
             '{"x": self.x[[sample.index for sample in samples]]}',
             "self.x",
-            "batch of its datasets returns Tensor, but has to return dict",
+            "batch of its datasets returns Tensor, but has to return Mapping",
         ),
         ("nn.Sequential(nn.Linear(1, self.width), nn.Linear(self.width, 1))", "None", "build_model returns NoneType"),
         (_LOSS, f"{_LOSS}.loss_sum", "loss returns Tensor, but has to return LossOutput"),

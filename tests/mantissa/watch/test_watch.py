@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mantissa
 from mantissa.errors import NotFiniteError, UsageError
 from mantissa.formats import FORMATS
+from mantissa.tensors import innermost
 from mantissa.watch.meters import are_finite
 from mantissa.watch.passes import loss_in
 from mantissa.watch.watch import UNREACHED
@@ -427,6 +428,14 @@ def test_the_optimizer_inside_of_another_is_watched_and_examined() -> None:
     assert (watch.number, len(watch.history)) == (1, 1)
     report = mantissa.examine(net, lambda model, batch: model(*batch)[1], [batch], "fp32", optimizer)
     assert not report.diagnosis.budget.left_out
+
+
+def test_an_optimizer_with_weights_of_its_own_is_no_wrapper() -> None:
+    net = Net()
+    whole = torch.optim.SGD(net.parameters(), 0.1)
+    whole.fallback = torch.optim.AdamW(net.head.parameters())  # type: ignore[attr-defined]
+    assert innermost(whole) is whole
+    assert innermost(SimpleNamespace(a=whole, optimizer=whole)) is whole
 
 
 def test_a_failure_whose_page_cannot_be_written_is_raised(tmp_path: Path) -> None:
