@@ -76,9 +76,7 @@ def check_model(model: nn.Module) -> None:
     if any(weight.is_meta for weight in weights):
         raise UsageError("the model has weights on the device meta, which have no values; load or initialise them")
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise UsageError(
-            "the model has TorchScript, which takes no hooks; give the modules that were scripted or traced"
-        )
+        raise UsageError("the model has TorchScript, which takes no hooks; give the modules that it was made of")
 
 
 def innermost(optimizer: Any) -> Any:

@@ -189,7 +189,7 @@ def such_as(folder: Path, output_dir: str, key: str = "resume", recipes: Collect
         if runs:
             return f", such as {max(runs, key=lambda path: path.stat().st_mtime)}"
     if not Path(output_dir).expanduser().is_dir():
-        return f" (there is no {output_dir} in this folder)"
+        return f" (there is no folder {output_dir} here)"
     of = f" of {', '.join(recipes)}" if recipes else ""
     return f" ({output_dir} has none{of} with {BEST if key == 'run' else CHECKPOINTS}/)"
 

@@ -190,7 +190,7 @@ recipe=bignet | early_stopping.min_delta=0.1 | has no effect alone; set early_st
 recipe=bignet | optimizer.state=fp33 | -
 # earlier runs, and where a run goes
 recipe=gpt2 data=text data.path=notes.txt | init_from=empty | init_from=empty cannot be opened as a gpt2
-- | resume=nowhere | there is no such folder; give a run folder (outputs has none with checkpoints/)
+- | resume=nowhere | there is no such folder; give a run folder (there is no folder outputs here)
 recipe=gpt2 data=text | 'data.path=.\notes.txt' | there is no such file or folder; set data.path=./notes.txt
 recipe=bignet | resume=True | ; set resume=auto
 - | resume=true | ; set resume=auto
