@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,10 @@ def undelivered(path: Path, **chosen: Any) -> Path:
     working = Path("mlflow.db")
     away = working.rename("away.db") if working.exists() else None
     working.mkdir()
+    before = set(threading.enumerate())
     tracked(path, 5, upload_timeout_s=0, **chosen)
+    for thread in set(threading.enumerate()) - before:  # one that still sends would open the file that comes back
+        thread.join(60)
     working.rmdir()
     if away:
         away.rename(working)
