@@ -51,8 +51,8 @@ def generation(exported: Exported, options: GenerateOptions, overrides: Sequence
     run = configure(exported, overrides, with_data=False)
     device = run.hardware.device
     own, tokenizer = exported.tokenizer(), AutoTokenizer.from_pretrained(exported.folder)
-    # An error of ours names the characters that the text lacks; transformers adds the end of T5's input, and, if
-    # verbose, warns of a prompt beyond the context, of which the end is taken.
+    # An error of ours names the characters that the text lacks. Transformers adds the end of T5's input; if verbose, it
+    # would warn of a long prompt, which is cropped here.
     encoded = own.encode if isinstance(own, Characters) else partial(tokenizer.encode, verbose=False)
     tokens = encoded(options.prompt)
     if not tokens:

@@ -324,7 +324,7 @@ class Watch:
         syncs = getattr(self._gradient_state, "sync_gradients", True)
         if not self._watching or not syncs or not (now.updates or tried):
             if self._closed:
-                self._once("This Watch is closed, and watches no longer: give the loop that goes on a new one.")
+                self._once("This Watch is closed: make a new one for a loop that goes on.")
             if self._watching and changes not in (None, self._start.version):
                 self._once("The optimizer did not step, and weights have changed: give a new optimizer a new Watch.")
             return  # it failed before, or gradients are still added up

@@ -90,7 +90,7 @@ def configured_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
     scheme, separator, rest = uri.partition("://")
     kind = scheme.partition("+")[0]
     if kind.startswith("http") and "/#" in rest and "@" not in rest:
-        problem = f"{key}={redacted(uri)} is the address of a page, of which the server is a part"
+        problem = f"{key}={redacted(uri)} is the address of a page, not of the server"
         raise UserError(problem, shlex.quote(f"{option}={uri.partition('#')[0].rstrip('/')}"))
     if kind == "sqlite" and rest and not rest.startswith("/"):
         raise UserError(f"{key}={uri}: SQLite's has three slashes", shlex.quote(f"{option}={scheme}:///{rest}"))
