@@ -5,6 +5,7 @@ import gzip
 import lzma
 import resource
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -370,9 +371,9 @@ def test_a_prompt_begins_as_the_text_does(text: str, words: str) -> None:
     assert datasets.first_words == words
 
 
-@pytest.mark.parametrize("packed", [gzip.compress(b"a tale"), bz2.compress(b"a tale"), lzma.compress(b"a tale")])
-def test_a_packed_file_is_called_so_whatever_its_name(packed: bytes, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(packed)
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress], ids=["gzip", "bz2", "lzma"])
+def test_a_packed_file_is_called_so_whatever_its_name(pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(pack(b"a tale"))
     with pytest.raises(UserError, match=r"a.txt .* is packed: unpack it"):
         TextFiles(path=str(tmp_path), tokenizer="bytes").tokens(None)
 
