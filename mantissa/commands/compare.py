@@ -154,11 +154,10 @@ def _store(options: argparse.Namespace) -> Store:
         store.add("files", files)
     for name, digest in store.of("files")[0].items():
         if files.get(name) != digest:
+            why = f"{name} has changed since the runs in {folder} began"
             if name not in files:
-                raise UsageError(
-                    f"the runs in {folder} began in another folder, or with a {name} that is gone from here"
-                )
-            raise UsageError(f"{name} has changed since the runs in {folder} began; {anew}")
+                why = f"the runs in {folder} began in another folder, or with a {name} that is gone from here"
+            raise UsageError(f"{why}; {anew}")
     return store
 
 

@@ -33,10 +33,6 @@ EQUAL_LOSS = (
 _WALL = "Wall times are of whole runs, their start included; other work on the machine is not taken out."
 
 
-_HIGHER = "higher_is_better, or --higher-is-better,"
-"""The argument of ``precision_gate``, and the flag of the command."""
-
-
 def report(comparison: Comparison, command: str) -> Report:
     """Return the report: failures and verdicts in sentences, a table, and how it was measured."""
     arms = [f"{label}: {text}" for label, text in comparison.arms.items()]
@@ -47,7 +43,9 @@ def report(comparison: Comparison, command: str) -> Report:
         Section("How it was measured", method, folded=True),
     ]
     way, turn = ("Higher", "says so") if comparison.higher_is_better else ("Lower", "turns it round")
-    better = f"{way} {comparison.metric.rstrip(' :=')} counts as better; {_HIGHER} {turn}."
+    # The argument of ``precision_gate``, and the flag of the command.
+    option = "higher_is_better, or --higher-is-better,"
+    better = f"{way} {comparison.metric.rstrip(' :=')} counts as better; {option} {turn}."
     answer = [*_sentences(comparison), better, *about_looks(comparison.looks)]
     origin = f"Machine: {platform.platform()}."
     return Report("Comparison", " / ".join(comparison.arms), answer, command, origin, sections)

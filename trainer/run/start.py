@@ -212,8 +212,8 @@ def _checkpoint_of(folder: RunFolder, plan: Plan) -> tuple[Path | None, str]:
     # A run that was killed at its end has taken all steps, but its export and its summary may be missing; or the export
     # was removed since, or a part of it.
     best = folder.path / BEST
-    parts = {(best / "config.json").is_file(), any(best.glob("[!.]*.safetensors"))}  # neither: a recipe's own format
-    whole = best.is_dir() and len(parts) == 1
+    # A recipe's own format has neither.
+    whole = best.is_dir() and (best / "config.json").is_file() == any(best.glob("[!.]*.safetensors"))
     if state != "complete" or (folder.summary().get("best") and not whole):
         if step > steps:
             problem = f"steps={steps}, but {folder.path} was stopped after step {step}, and takes as many or more"
