@@ -9,15 +9,17 @@ streams, pinned memory, NCCL and torch.compile cannot be pretended.
 
 from __future__ import annotations
 
-import math
+import itertools
 import runpy
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +27,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.optim import optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
@@ -37,8 +40,17 @@ DEVICE, HOST = torch.device("cuda", 0), torch.device("cpu", 0)
 GIB = 2**30
 READING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive"}
 """Operators whose values, or whose result's shape, the host needs."""
-ALLOWED = {"trainer/optim/update.py:read": "optimizers that take no flag, as RMSprop, cannot skip a step on the device"}
+ALLOWED = {
+    "trainer/optim/update.py:read": "optimizers that take no flag, as RMSprop, cannot skip a step on the device",
+    "recipes/resnet.py:__call__": "the first batch takes the two constants that normalise images along",
+    "mantissa/watch/watch.py:_fail": "a step has failed, and training has ended",
+}
 """Functions that may wait within a step, and why."""
+CONSTANT = {"_lazy_init": None, "_is_in_bad_fork": False, "manual_seed_all": None, "device_count": 1}
+CONSTANT |= {"current_device": 0, "_device_count_nvml": 1, "_raw_device_count_nvml": 1}
+WIDER = {torch.ops.aten.mm.dtype: torch.ops.aten.mm.default, torch.ops.aten.mm.dtype_out: torch.ops.aten.mm.out}
+"""Products of 16-bit numbers whose result is wider, which only CUDA has."""
+AUTOCAST = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
 
 
 @dataclass
@@ -47,21 +59,16 @@ class Pretended:
 
     capability: tuple[int, int] = (9, 0)
     name: str = "NVIDIA H100 80GB HBM3"
-    architectures: tuple[str, ...] = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
-    """For which torch was built."""
-    available: bool = True
-    """Whether torch finds the device; NVML sees it also where the driver is too old."""
+    architectures: tuple[str, ...] = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")  # torch was built for
+    available: bool = True  # to torch; NVML sees the device also where the driver is too old
     driver: int = 13020
-    total: int = 80 * GIB
-    """Bytes of its memory, of which other processes hold ``elsewhere``."""
+    total: int = 80 * GIB  # bytes of its memory, of which other processes hold these
     elsewhere: int = 0
-    allocated: int = 0
-    """Bytes that torch's counters give, see ``allocate``; what is reserved is kept when tensors are freed."""
+    fraction: float = 1.0  # of the total that this process may take
+    allocated: int = 0  # bytes in tensors; what is reserved is kept when they are freed
     reserved: int = 0
     max_allocated: int = 0
     max_reserved: int = 0
-    largest: float = math.inf
-    """Bytes of the largest tensor for which there is memory."""
     mixed: list[str] = field(default_factory=list)
     """Operators that met tensors of the host, each with its place."""
     waits: list[str] = field(default_factory=list)
@@ -69,13 +76,30 @@ class Pretended:
     waits_in_steps: list[str] = field(default_factory=list)
     """Those within a step of Trainer or Watch that are not ``ALLOWED``."""
     _steps: int = 0
+    _blocks: dict[weakref.ref[Any], int] = field(default_factory=dict)
 
     def allocate(self, size: int) -> None:
-        """Count so many bytes more in tensors, or less."""
+        """Count so many bytes more in tensors, or less.
+
+        Raises:
+            torch.OutOfMemoryError: there are not so many.
+        """
+        if self.allocated + size > min(self.fraction * self.total, self.total - self.elsewhere):
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size / GIB:.2f} GiB.")
         self.allocated += size
         self.reserved = max(self.reserved, self.allocated)
         self.max_allocated = max(self.max_allocated, self.allocated)
         self.max_reserved = max(self.max_reserved, self.reserved)
+
+    def hold(self, tensor: Tensor) -> None:
+        """Count the memory of a tensor as long as it lives, if it is not another's."""
+        storage = tensor.untyped_storage()
+        if weakref.ref(storage) not in self._blocks:
+            self.allocate(storage.nbytes())
+            self._blocks[weakref.ref(storage, self._freed)] = storage.nbytes()
+
+    def _freed(self, block: weakref.ref[Any]) -> None:
+        self.allocated -= self._blocks.pop(block)
 
     def wait(self, what: str, *given: Any) -> None:
         """Note that the host waits for the device."""
@@ -97,56 +121,44 @@ class Pretended:
         assert not self.mixed, f"mixed devices: {sorted(set(self.mixed))}"
         assert not self.waits_in_steps, f"the host waits within a step: {sorted(set(self.waits_in_steps))}"
 
-    def _memory(self) -> tuple[int, int]:
-        return self.total - self.elsewhere - self.reserved, self.total
-
-    def _set(self, **values: Any) -> None:
-        vars(self).update(values)
-
     def patches(self) -> Iterator[Any]:
         """Yield what the host asks of CUDA, with the answers of this device."""
-        event = SimpleNamespace(query=lambda: True, synchronize=partial(self.wait, "an event"))
-        major_minor = lambda: dict(zip(("major", "minor"), self.capability, strict=True))  # noqa: E731
         states = [torch.zeros(16, dtype=torch.uint8)]  # of the generator
+        attention, grouping = "scaled_dot_product_attention", "_group_tensors_by_device_and_dtype"
+        event = SimpleNamespace(query=lambda: True, synchronize=partial(self.wait, "an event"))
+        stream = SimpleNamespace(record_event=lambda: event, is_capturing=lambda: False)
+        memory = lambda *given: (self.total - self.elsewhere - self.reserved, self.total)  # noqa: E731
         both: dict[str, Any] = {
             "is_available": lambda: self.available,
-            "memory_allocated": lambda *given: self.allocated,
-            "memory_reserved": lambda *given: self.reserved,
-            "max_memory_allocated": lambda *given: self.max_allocated,
-            "max_memory_reserved": lambda *given: self.max_reserved,
-            "reset_peak_memory_stats": lambda *given: self._set(
+            "reset_peak_memory_stats": lambda *given: vars(self).update(
                 max_allocated=self.allocated, max_reserved=self.reserved
             ),
-            "empty_cache": lambda: self._set(reserved=self.allocated),
+            "empty_cache": lambda: vars(self).update(reserved=self.allocated),
             "synchronize": partial(self.wait, "synchronize"),
-            "current_stream": lambda *given: SimpleNamespace(record_event=lambda: event, is_capturing=lambda: False),
+            "current_stream": lambda *given: stream,
         }
+        for kind, most in itertools.product(("allocated", "reserved"), ("", "max_")):
+            both[f"{most}memory_{kind}"] = lambda *given, _name=most + kind: getattr(self, _name)
         cuda = both | {
-            "_lazy_init": lambda: None,
-            "_is_in_bad_fork": lambda: False,
-            "_device_count_nvml": lambda: 1,
-            "_raw_device_count_nvml": lambda: 1,
-            "device_count": lambda: 1,
-            "current_device": lambda: 0,
             "get_device_capability": lambda *given: self.capability,
             "get_device_name": lambda *given: self.name,
             "get_device_properties": lambda *given: SimpleNamespace(
-                name=self.name, total_memory=self.total, **major_minor()
+                name=self.name, total_memory=self.total, major=self.capability[0], minor=self.capability[1]
             ),
             "get_arch_list": lambda: list(self.architectures),
             "is_bf16_supported": lambda including_emulation=True: including_emulation or self.capability >= (8, 0),
-            "mem_get_info": lambda *given: self._memory(),
-            "set_per_process_memory_fraction": lambda *given: None,
-            "manual_seed_all": lambda seed: None,
+            "mem_get_info": memory,
+            "set_per_process_memory_fraction": lambda fraction, *given: vars(self).update(fraction=fraction),
             "get_rng_state": lambda *given: states[-1].clone(),
             "set_rng_state": lambda state, *given: states.append(state.clone()),
         }
+        cuda |= {name: lambda *given, _value=value: _value for name, value in CONSTANT.items()}
         accelerator = both | {
             "current_accelerator": lambda check_available=False: DEVICE if self.available else None,
             "device_count": lambda: int(self.available),
             "current_device_index": lambda: 0,
             "set_device_index": lambda *given: None,
-            "get_memory_info": lambda *given: self._memory(),
+            "get_memory_info": memory,
         }
         yield patch.multiple(torch.cuda, **cuda)
         yield patch.multiple(torch.accelerator, **accelerator)
@@ -155,23 +167,29 @@ class Pretended:
             torch.cuda.memory, _record_memory_history=lambda *given, **named: None, _dump_snapshot=dump
         )
         yield patch("torch._C._cuda_getDriverVersion", lambda: self.driver, create=True)
-        for name in ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype"):
-            yield patch.object(torch, name, partial(_with_cpu, getattr(torch, name)))
-        for name in ("tensor", "as_tensor"):
-            yield patch.object(torch, name, partial(_from_host, getattr(torch, name)))
-        yield patch.object(torch, "Generator", _Generator("Generator", (), {}))
-        yield patch.multiple(Tensor, to=_to, cpu=_cpu, cuda=_cuda, pin_memory=_pinned, is_pinned=_is_pinned)
+        yield patch.multiple(torch, **{name: partial(_with_cpu, getattr(torch, name)) for name in AUTOCAST})
+        yield patch.multiple(torch, **{name: partial(_made, getattr(torch, name)) for name in ("tensor", "as_tensor")})
+        yield patch.object(torch, "Generator", _Generator)
+        yield patch.multiple(
+            Tensor,
+            to=_to,
+            cpu=lambda tensor, **options: _to(tensor, HOST, **options),
+            cuda=lambda tensor, device=None, **options: _to(tensor, DEVICE, **options),
+            pin_memory=lambda tensor, *given: _pinned(tensor.clone()),
+            is_pinned=lambda tensor, *given: getattr(tensor, "pinned", False),
+        )
+        yield patch.object(functional, attention, partial(_attended, getattr(functional, attention)))
+        yield patch.object(torch._C, grouping, partial(_grouped, getattr(torch._C, grouping)))
         yield patch.object(optimizer, "_foreach_supported_types", [*optimizer._foreach_supported_types, OnDevice])
         for owner, method in ((Trainer, "train_step"), (Watch, "step")):
-            function = getattr(owner, method)
-            yield patch.object(owner, method, lambda *args, _of=function, **kwargs: self.step(_of, *args, **kwargs))
-        run = threading.Thread.run
-        yield patch.object(threading.Thread, "run", lambda thread: _in_mode(run, thread))
+            yield patch.object(owner, method, partialmethod(_in_step, self, getattr(owner, method)))
+        yield patch.object(threading.Thread, "run", partialmethod(_in_mode, threading.Thread.run))
         # Module.to has to change what kind of tensor a parameter is, and keep its identity.
         yield patch("torch.__future__.get_swap_module_params_on_conversion", lambda: True)
 
 
 _here = Pretended()
+_attending = ContextVar("_attending", default=False)
 
 
 @contextmanager
@@ -196,8 +214,6 @@ class OnDevice(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
     device = property(lambda self: DEVICE)
     is_cuda = property(lambda self: True)
-    is_cpu = property(lambda self: False)
-    get_device = lambda self: 0  # noqa: E731
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -211,6 +227,9 @@ class OnDevice(Tensor):
 
     __array__ = numpy
 
+    def __format__(self, form: str) -> str:
+        return format(self.cpu(), form)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.detach().cpu().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
@@ -222,36 +241,50 @@ class _Mode(TorchDispatchMode):
         return _compute(func, args, kwargs or {})
 
 
-def _in_mode(run: Callable[..., Any], thread: threading.Thread) -> None:
+def _in_mode(thread: threading.Thread, run: Callable[..., Any]) -> None:
     with _Mode():
         run(thread)
+
+
+def _in_step(owner: Any, device: Pretended, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return device.step(function, owner, *args, **kwargs)
 
 
 def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator on the CPU, and let its results be where a GPU's would be."""
     given = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
     here, asked = any(isinstance(each, OnDevice) for each in given), kwargs.get("device")
-    # Autograd names the CPU where it means the device that a tensor had in the forward pass.
-    implied = asked is None or (asked != HOST and torch._C._current_graph_task_id() != -1)
-    there = here if implied else torch.device(asked).type == "cuda"
+    # Torch's own C++ names the CPU where it means the device of a tensor.
+    if asked == torch.device("cpu") and (_attending.get() or torch._C._current_graph_task_id() != -1):
+        there = here or _attending.get()
+    else:
+        there = here if asked is None else torch.device(asked).type == "cuda"
     pinned = kwargs.get("pin_memory")
     if not (here or there or pinned):
         return func(*args, **kwargs)
     kwargs |= {name: value for name, value in (("device", HOST), ("pin_memory", False)) if kwargs.get(name)}
     _judge(func.overloadpacket.__name__, args, kwargs, given, here, there)
+    if func in WIDER:
+        func, args = WIDER[func], [each.to(args[2]) for each in args[:2]]
+    if func.namespace == "aten":
+        with torch._C._DisableTorchDispatch():
+            out = func(*args, **kwargs)
+    else:  # it may be written in Python
+        with _Mode():
+            out = func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
     with torch._C._DisableTorchDispatch():
-        out = func(*args, **kwargs)
-        size = max((each.nbytes for each in tree_iter(out) if isinstance(each, Tensor)), default=0)
-        if there and size > _here.largest:
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size / GIB:.2f} GiB.")
-        if pinned:
-            out._is_pinned = True
-        in_place = {id(each) for each in given}
-        return tree_map_only(Tensor, lambda each: _tagged(each) if there and id(each) not in in_place else each, out)
+        in_place, placed = {id(each) for each in given}, _tagged if there else _pinned
+        return tree_map_only(Tensor, lambda each: each if id(each) in in_place else placed(each), out)
 
 
 def _tagged(tensor: Tensor) -> Tensor:
+    _here.hold(tensor)
     return tensor if isinstance(tensor, OnDevice) else tensor.as_subclass(OnDevice)
+
+
+def _pinned(tensor: Any) -> Tensor:
+    tensor.pinned = True
+    return tensor
 
 
 def _judge(name: str, args: Any, kwargs: Any, given: list[Tensor], here: bool, there: bool) -> None:
@@ -261,6 +294,8 @@ def _judge(name: str, args: Any, kwargs: Any, given: list[Tensor], here: bool, t
             there, here = (isinstance(each, OnDevice) for each in args[:2])
         if here != there and not (args[2] if len(args) > 2 else kwargs.get("non_blocking")):
             _here.wait("copy to the device" if there else "copy to the host")
+        return
+    if name == "_has_compatible_shallow_copy_type":
         return
     if name in READING:
         _here.wait(name)
@@ -300,25 +335,7 @@ def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.ops.aten._to_copy(self, device=DEVICE if there else HOST, **kwargs)
 
 
-def _cpu(self: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-    return _to(self, HOST, memory_format=memory_format)
-
-
-def _cuda(self: Tensor, device: Any = None, non_blocking: bool = False) -> Tensor:
-    return _to(self, DEVICE, non_blocking=non_blocking)
-
-
-def _pinned(self: Tensor, device: Any = None) -> Tensor:
-    copy: Any = self.clone()
-    copy._is_pinned = True
-    return copy
-
-
-def _is_pinned(self: Tensor, device: Any = None) -> bool:
-    return getattr(self, "_is_pinned", False)
-
-
-def _from_host(make: Callable[..., Tensor], data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
+def _made(make: Callable[..., Tensor], data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
     """``torch.tensor`` and ``torch.as_tensor``, as a copy of what they make on the host."""
     if device is None or torch.device(device).type == "cpu":
         return make(data, device=device, **kwargs)
@@ -331,16 +348,26 @@ def _with_cpu(function: Callable[..., Any], *args: Any) -> Any:
     return function(*("cpu" if isinstance(each, str) else each for each in args))
 
 
-class _Generator(type):
-    """``torch.Generator``, which for the device is one of the host."""
+def _attended(attend: Callable[..., Tensor], query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Attention, which makes its causal mask where the query is."""
+    token = _attending.set(isinstance(query, OnDevice))
+    try:
+        return attend(query, *args, **kwargs)
+    finally:
+        _attending.reset(token)
 
-    real = torch.Generator
 
-    def __call__(cls, device: Any = HOST) -> torch.Generator:
-        return cls.real("cpu")
+def _grouped(group: Callable[..., Any], *args: Any) -> Any:
+    """The tensors of an optimizer by device and dtype."""
+    groups = group(*args).items()
+    return {(DEVICE if isinstance(of[0][0][0], OnDevice) else at, dtype): of for (at, dtype), of in groups}
 
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, cls.real)
+
+class _Generator(torch.Generator):
+    """For the device, one of the host."""
+
+    def __new__(cls, device: Any = HOST) -> torch.Generator:
+        return super().__new__(cls, "cpu")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""What only a GPU can show: no waiting of the host, fused updates on the device, TF32, and the same bits there."""
+"""Training on a GPU: no waiting of the host, fused updates on the device, TF32, memory, and the same bits there."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +15,8 @@ import torch.nn.functional as F
 from mantissa.formats import NUMBERS
 from mantissa.step.ledger import MemoryLedger
 from recipes.gpt2 import SHAPES, Shape
+from tests.gpu.conftest import Gpu, real, waits
+from tests.gpu.pretended import Pretended
 from tests.helpers import PROJECT, copied, fit, same_bits, trainer_of
 from tests.parallel.conftest import TORCHRUN, environment
 from tests.parallel.ranks import flag_obeyed
@@ -31,39 +32,17 @@ from trainer.profiling.utilisation import data_sheet
 from trainer.run.monitor import Monitor
 from trainer.trainer import Trainer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
 STEPS = 9
+Device = Gpu | Pretended
 MODES = ["fp32", "tf32", "bf16", "fp16"]
-HALVES = ["bf16_master", "bf16_sr", "bf16_pure", "fp16_master", "fp16_pure"]
 GPT2 = ["recipe=gpt2", "recipe.size=small", "recipe.context=64", "data=synthetic", "data.vocab_size=500", "clip=norm"]
 RESNET = ["recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=32", "data=synthetic", "data.classes=10"]
 BIGNET = ["recipe=bignet", "recipe.layers=2", "recipe.width=64"]
 
 
 @pytest.fixture(autouse=True)
-def small_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(SHAPES, "small", Shape(2, 4, 128, 64))
-    yield
-    sync_debug_mode("default")
-    torch.use_deterministic_algorithms(False)
-    Precision("fp32").apply()
-
-
-def sync_debug_mode(mode: str) -> None:
-    with warnings.catch_warnings():  # torch says once in a process that this is a prototype
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype feature")
-        torch.cuda.set_sync_debug_mode(mode)
-
-
-@pytest.fixture
-def mode(request: pytest.FixtureRequest) -> str:
-    if detect("cuda").support(request.param) != NATIVE:
-        pytest.skip(f"this GPU has no {request.param}")
-    return str(request.param)
+def small_size(monkeypatch: pytest.MonkeyPatch, gpu: Device) -> None:
+    monkeypatch.setitem(SHAPES, "small", Shape(2, 4, 64, 64))
 
 
 def on_gpu(*overrides: str) -> Trainer:
@@ -83,26 +62,39 @@ def monitor_of(trainer: Trainer, log_every: int) -> Monitor:
     return monitor
 
 
-@pytest.mark.parametrize("recipe", [GPT2, RESNET, BIGNET], ids=["gpt2", "resnet", "bignet"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize("clip", ["none", "norm", "value"])
-@pytest.mark.parametrize("mode", MODES, indirect=True)
-def test_the_host_never_waits_between_log_steps(mode: str, clip: str, optimizer: str, recipe: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("mode", "clip", "optimizer", "recipe"),
+    [  # every two of the values meet
+        ("fp32", "none", "adamw", GPT2), ("fp32", "norm", "sgd", RESNET), ("fp32", "value", "adamw", BIGNET),
+        ("tf32", "none", "sgd", BIGNET), ("tf32", "norm", "adamw", GPT2), ("tf32", "value", "sgd", RESNET),
+        ("bf16", "none", "adamw", RESNET), ("bf16", "norm", "sgd", BIGNET), ("bf16", "value", "sgd", GPT2),
+        ("fp16", "none", "sgd", GPT2), ("fp16", "norm", "adamw", BIGNET), ("fp16", "value", "adamw", RESNET),
+    ],
+    indirect=["mode"], ids=lambda value: value[0].removeprefix("recipe=") if isinstance(value, list) else value,
+)  # fmt: skip
+def test_the_host_never_waits_between_log_steps(
+    mode: str, clip: str, optimizer: str, recipe: list[str], gpu: Device
+) -> None:
     """The copies included, from pinned memory as loader=pinned gives it."""
     options = (f"precision={mode}", f"clip={clip}", f"optimizer={optimizer}", "optimizer.lr=0.001")
-    assert steps_without_a_wait(on_gpu(*recipe, *options)) == 5
+    assert steps_without_a_wait(gpu, *recipe, *options) == 5
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("mode", ["bf16", *HALVES], indirect=True)
-def test_nor_does_it_with_16_bit_weights_and_with_muon(mode: str, optimizer: str) -> None:
-    if (mode, optimizer) == ("fp16_pure", "muon"):
-        pytest.skip("refused: small gradients would be 0")
-    assert steps_without_a_wait(on_gpu(*GPT2, f"precision={mode}", f"optimizer={optimizer}")) == 5
+@pytest.mark.parametrize(
+    ("mode", "optimizer"),
+    [
+        *(("bf16", "muon"), ("bf16_master", "adamw"), ("bf16_sr", "muon"), ("bf16_pure", "adamw")),
+        *(("fp16_master", "muon"), ("fp16_pure", "adamw")),
+    ],
+    indirect=["mode"],
+)
+def test_nor_does_it_with_16_bit_weights_and_with_muon(mode: str, optimizer: str, gpu: Device) -> None:
+    assert steps_without_a_wait(gpu, *GPT2, f"precision={mode}", f"optimizer={optimizer}") == 5
 
 
-def steps_without_a_wait(trainer: Trainer) -> int:
+def steps_without_a_wait(gpu: Device, *options: str) -> int:
     """Take steps in which a wait for the device is an error, and return how many were taken."""
+    trainer = on_gpu(*options)
     assert trainer.update._takes_flag
     monitor = monitor_of(trainer, log_every=100)
     steps = list(trainer.batches())
@@ -110,11 +102,9 @@ def steps_without_a_wait(trainer: Trainer) -> int:
     for step in steps[:3]:  # kernels are chosen and state is made
         monitor.add(trainer.train_step(step))
     torch.cuda.synchronize()
-    sync_debug_mode("error")
     for step in steps[3:8]:
-        monitor.add(trainer.train_step(step))
-    with pytest.raises(RuntimeError, match="synchroniz"):
-        monitor.collect()  # so the mode does see a wait
+        monitor.add(gpu.step(trainer.train_step, step))
+    assert waits(gpu, monitor.collect)  # so a wait is seen
     return trainer.step - 3
 
 
@@ -136,6 +126,7 @@ def test_a_skipped_fused_step_leaves_weights_and_state(optimizer: str, precision
     assert not same_bits(copied(trainer.model.state_dict()), before[0])
 
 
+@real("NCCL is not pretended")
 def test_a_skipped_fused_step_of_sharded_weights(tmp_path: Path) -> None:
     """FSDP2 gives the fused kernel DTensors, and the flag beside them is a plain tensor."""
     command = [*TORCHRUN, "--nproc-per-node=1", "-m", "tests.parallel.ranks", "flag", str(tmp_path)]
@@ -208,6 +199,7 @@ def error_of(compute: str) -> float:
     return ((found - exact).norm() / exact.norm()).item()
 
 
+@real("rounding is not pretended")
 @pytest.mark.parametrize("compute", ["matmul", "convolution"])
 def test_fp32_is_fp32_and_tf32_is_tf32(compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Where cuDNN may try algorithms out it can choose Winograd's, whose fp32 error is larger; earlier tests let it.
@@ -221,6 +213,7 @@ def test_fp32_is_fp32_and_tf32_is_tf32(compute: str, monkeypatch: pytest.MonkeyP
         assert error_of(compute) < 2e-6
 
 
+@real("speed is not pretended")
 def test_the_matmul_rates_of_a_gpu() -> None:
     hardware = detect("cuda")
     names = [name for name in NUMBERS if hardware.support(name) != UNAVAILABLE]
@@ -233,6 +226,7 @@ def test_the_matmul_rates_of_a_gpu() -> None:
             assert 0.05 < rate / stated < 1.1, (name, rate)  # other tests may use the GPU at the same time
 
 
+@real("kernels are not pretended")
 @pytest.mark.parametrize("mode", ["bf16"], indirect=True)
 def test_a_model_that_masks_attention_does_not_take_cudnns_kernel(mode: str) -> None:
     """Its mask and cuDNN's kernel: NaN gradients on a Hopper GPU."""
@@ -246,6 +240,7 @@ def test_a_model_that_masks_attention_does_not_take_cudnns_kernel(mode: str) -> 
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
+@real("pinned memory is not pretended")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_pinned_loader_pins_and_plain_does_not(workers: int) -> None:
     for loader, pinned in (("pinned", True), ("plain", False)):
@@ -254,6 +249,7 @@ def test_pinned_loader_pins_and_plain_does_not(workers: int) -> None:
             assert {tensor.is_pinned() for batch in step for tensor in batch.values()} == {pinned}
 
 
+@real("pinned memory is not pretended")
 @pytest.mark.parametrize("recipe", [BIGNET, ("recipe=resnet", "data=synthetic", "data.samples=600")])
 def test_the_thread_that_prepares_batches_changes_none(recipe: tuple[str, ...]) -> None:
     """It has the device of the training thread; batches and buffers that are used again stay those of their step."""
@@ -267,6 +263,7 @@ def test_the_thread_that_prepares_batches_changes_none(recipe: tuple[str, ...]) 
     assert same_bits(steps["pinned"], steps["plain"])
 
 
+@real("the allocator's history is not pretended")
 def test_memory_profiler_writes_the_allocators_history(tmp_path: Path) -> None:
     trainer = on_gpu(*BIGNET, "profiler=memory")
     session = trainer.config.profiler.start(
@@ -284,6 +281,7 @@ def test_memory_profiler_writes_the_allocators_history(tmp_path: Path) -> None:
     assert session.ledger.at_peak["weights"] == weights
 
 
+@real("kernels are not pretended")
 @pytest.mark.parametrize("mode", ["mxfp8"], indirect=True)
 def test_native_mxfp8_multiplies_as_the_emulated_one(mode: str) -> None:
     from trainer.precision.scaled import ARITHMETIC
@@ -298,6 +296,7 @@ def test_native_mxfp8_multiplies_as_the_emulated_one(mode: str) -> None:
         assert (one - other).norm() < 0.01 * other.norm()
 
 
+@real("kernels are not pretended")
 @pytest.mark.filterwarnings("default")  # warnings of the compiler are not tested here
 @pytest.mark.parametrize("mode", ["fp8"], indirect=True)
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])

@@ -1,4 +1,4 @@
-"""What needs no torchrun on a GPU; two of it hold on the CPU, too."""
+"""What holds on a GPU as on the CPU: compiled gradients, resumed runs, memory that runs out, Muon."""
 
 from __future__ import annotations
 
@@ -9,32 +9,30 @@ import torch
 from torch import Tensor, nn
 
 from recipes.gpt2 import SHAPES, Shape
+from tests.gpu.conftest import real
 from tests.helpers import fit, same_bits, trainer_of
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.store import Checkpoint, find_verified
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.data.loader import to_device
 from trainer.errors import is_out_of_memory
-from trainer.hardware import NATIVE, detect
 from trainer.optim.muon import Muon
 from trainer.parallel.world import World
 
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-on_a_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
-on_every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+on_every_device = pytest.mark.parametrize("device", ["cpu", "cuda"])
 GPT2 = ("recipe=gpt2", "recipe.size=small", "recipe.context=32", "data=synthetic", "data.vocab_size=256")
 RESNET = ("recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=32", "data=synthetic", "data.classes=10")
 FOUR = ("batch_size=4", "micro_batch_size=4", "steps=6")
 
 
 @pytest.fixture(autouse=True)
-def small_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_size(monkeypatch: pytest.MonkeyPatch, gpu: object) -> None:
     monkeypatch.setitem(SHAPES, "small", Shape(2, 2, 64, 32))
 
 
-def gradients(device: str, *options: str) -> dict[str, Tensor]:
+def gradients(*options: str) -> dict[str, Tensor]:
     """Those of the first two steps' microbatches, summed."""
-    trainer = trainer_of(*options, *FOUR, device=device)
+    trainer = trainer_of(*options, *FOUR, device="cuda")
     for _, microbatches in zip(range(2), trainer.batches(), strict=False):
         with trainer.config.precision.autocast(trainer.device):
             output = trainer.recipe.loss(trainer.model, to_device(microbatches[0], trainer.device))
@@ -43,15 +41,13 @@ def gradients(device: str, *options: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("default")  # warnings of the compiler are not tested here
-@on_a_gpu
+@real("torch.compile is not pretended")
 @pytest.mark.parametrize("recipe", [GPT2, RESNET], ids=["gpt2", "resnet"])
-@pytest.mark.parametrize("mode", ["fp32", "bf16"])
-def test_compiled_gradients_equal_eager_ones_up_to_rounding(device: str, recipe: tuple[str, ...], mode: str) -> None:
+@pytest.mark.parametrize("mode", ["fp32", "bf16"], indirect=True)
+def test_compiled_gradients_equal_eager_ones_up_to_rounding(recipe: tuple[str, ...], mode: str) -> None:
     """Known bugs of the compiler gave wrong gradients of LayerNorm without a word."""
-    if detect(device).support(mode) != NATIVE:
-        pytest.skip(f"this GPU has no {mode}")
     exact, eager, compiled = (
-        gradients(device, *recipe, *options)
+        gradients(*recipe, *options)
         for options in ([], [f"precision={mode}"], [f"precision={mode}", "compile=default"])
     )
     for name, expected in exact.items():
@@ -60,22 +56,20 @@ def test_compiled_gradients_equal_eager_ones_up_to_rounding(device: str, recipe:
         assert (compiled[name] - expected).norm() / size < allowed, name
 
 
-@on_a_gpu  # on a CPU: tests/parity
-@pytest.mark.parametrize("mode", ["fp32", "fp16", "bf16_master"])
-def test_a_run_continues_from_its_checkpoint_bit_for_bit(device: str, mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["fp32", "fp16", "bf16_master"], indirect=True)
+def test_a_run_continues_from_its_checkpoint_bit_for_bit(mode: str, tmp_path: Path) -> None:
     options = (*GPT2, *FOUR, f"precision={mode}", "deterministic=true", "ema=default", "recipe.dropout=0.1")
-    whole = trainer_of(*options, device=device)
+    whole = trainer_of(*options, device="cuda")
     fit(whole)
-    half = trainer_of(*options, device=device)
+    half = trainer_of(*options, device="cuda")
     fit(half, 3)
     writer = CheckpointWriter(Checkpoint(), tmp_path, World())
     writer.save(half.state_dict(), {}, None)
     fit(half)  # while the host's copy is written
     writer.finish()
-    again = trainer_of(*options, device=device)
+    again = trainer_of(*options, device="cuda")
     again.restore(CheckpointReader(find_verified(tmp_path)))
     fit(again)
-    torch.use_deterministic_algorithms(False)
     for state in (lambda each: each.model.state_dict(), lambda each: each.optimizer.state_dict()["state"]):
         assert same_bits(state(again), state(whole))
     assert same_bits(again.average.persistent_weights(), whole.average.persistent_weights())
