@@ -721,10 +721,25 @@ class Widened(TorchDispatchMode):
             self._wider[torch.complex64] = torch.complex128
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*map(self._of, args), **{key: self._of(value) for key, value in (kwargs or {}).items()})
+        args, kwargs = [*map(self._of, args)], {key: self._of(value) for key, value in (kwargs or {}).items()}
+        if func.overloadpacket.__name__.startswith("_fused_"):
+            names = [argument.name for argument in func._schema.arguments]
+            args = [_as_read(*each) for each in zip(names, args, strict=False)]
+            kwargs = {name: _as_read(name, value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
 
     def _of(self, value: Any) -> Any:
         return self._wider.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def _as_read(name: str, value: Any) -> Any:
+    """Return an argument of a fused optimizer in the dtype in which torch reads it, whatever that of the weights is.
+
+    CUDA's kernels take the first bits of an fp64 step number for an fp32 one, which is then 0.
+    """
+    if name == "state_steps":
+        return [step.float() for step in value]
+    return value.float() if name in ("grad_scale", "found_inf") and value is not None else value
 
 
 def cast_training(model: nn.Module, optimizer: torch.optim.Optimizer | None, dtype: torch.dtype) -> None:
