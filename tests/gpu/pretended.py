@@ -76,7 +76,7 @@ class Pretended:
     waits_in_steps: list[str] = field(default_factory=list)
     """Those within a step of Trainer or Watch that are not ``ALLOWED``."""
     _steps: int = 0
-    _blocks: dict[weakref.ref[Any], int] = field(default_factory=dict)
+    _blocks: dict[weakref.ref[Any], int] = field(default_factory=dict, repr=False)
 
     def allocate(self, size: int) -> None:
         """Count so many bytes more in tensors, or less.

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
-from tests.gpu.pretended import DEVICE, MixedDevicesError, OnDevice, Pretended
+from recipes import gpt2
+from tests.gpu.pretended import ALLOWED, DEVICE, GIB, PROJECT, MixedDevicesError, OnDevice, Pretended
+from tests.helpers import BIGNET, GPT2, compose, fit, trainer_of
+from trainer.config.settle import plan_of
+from trainer.data.contract import Batch
+from trainer.hardware import NATIVE, UNAVAILABLE, detect
+from trainer.recipe import LossOutput
+from trainer.run import start
 
 
 def test_a_tensor_of_the_host_in_an_operator_of_the_device_fails(pretended: Pretended) -> None:
@@ -36,3 +45,104 @@ def test_the_host_waits_for_values_and_for_copies_that_block(pretended: Pretende
     for number, wait in enumerate(waiting, 1):
         wait()
         assert len(pretended.waits) == number
+
+
+def test_memory_is_counted_as_torch_counts_it(pretended: Pretended) -> None:
+    pretended.total, pretended.elsewhere = 4 * GIB, GIB
+    x = torch.empty(GIB, dtype=torch.uint8, device="cuda")
+    view = x[1:]
+    x = torch.empty(2**20, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_allocated() == GIB + 2**20
+    del view
+    assert torch.cuda.memory_allocated() == 2**20
+    assert torch.accelerator.memory_reserved() == torch.cuda.max_memory_allocated() == GIB + 2**20
+    assert torch.accelerator.get_memory_info() == (2 * GIB - 2**20, 4 * GIB)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.max_memory_reserved() == 2**20
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(3 * GIB, dtype=torch.uint8, device="cuda")
+
+
+TINY = (*GPT2, "micro_batch_size=2")
+IMAGES = ("recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=32", "data=synthetic", "data.classes=10")
+JOBS = {
+    "gpt2": (*TINY, "precision=fp32", "recipe.dropout=0.1", "diagnostics=numerics"),
+    "gpt2-chunks": (*TINY, "precision=bf16_sr", "recipe.chunked_loss=true", "optimizer=muon"),
+    "gpt2-nvfp4": (*TINY, "precision=nvfp4"),
+    "llama": ("recipe=llama", *TINY[1:], "precision=fp16_master", "activation_checkpointing=blocks"),
+    "bert": ("recipe=bert", *TINY[1:], "precision=bf16_master", "ema=default"),
+    "t5": ("recipe=t5", *TINY[1:], "precision=bf16", "optimizer=rmsprop"),
+    "resnet": (*IMAGES, "precision=fp16", "batch_size=4", "micro_batch_size=2", "metrics=[f1_macro]"),
+    "bignet": (*BIGNET, "precision=tf32", "optimizer=sgd", "loader=pinned"),
+    "bignet-fp8": ("recipe=bignet", "recipe.layers=2", "recipe.width=64", "batch_size=32", "precision=fp8"),
+    "bignet-pure": (*BIGNET, "precision=bf16_pure", "profiler=memory"),
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_runs_mix_no_devices_and_wait_for_nothing_in_a_step(job: str, pretended: Pretended, tmp_path: Path) -> None:
+    """From the first step to the exported model, evaluation included."""
+    written = ("tracking=local", f"output_dir={tmp_path}", "run_name=run", "quiet=true")
+    sizes = ("device=cuda", "steps=3", "eval_every=2", "eval_samples=4", "log_every=2")
+    assert start.train(compose(*JOBS[job], *sizes, *written)).summary["status"] == "FINISHED"
+    assert (tmp_path / "run" / "best").is_dir()
+
+
+def test_a_read_and_a_tensor_of_the_host_in_a_loss_are_named(
+    pretended: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss = gpt2.GPT2.loss
+
+    def reading(recipe: gpt2.GPT2, model: nn.Module, batch: Batch) -> LossOutput:
+        output = loss(recipe, model, batch)
+        output.loss_sum.cpu()
+        return output
+
+    def mixing(recipe: gpt2.GPT2, model: nn.Module, batch: Batch) -> LossOutput:
+        output = loss(recipe, model, batch)
+        return LossOutput(output.loss_sum * torch.ones(2), {})
+
+    monkeypatch.setattr(gpt2.GPT2, "loss", reading)
+    fit(trainer_of(*TINY, "steps=1", "loader=plain", device="cuda"))
+    with pytest.raises(AssertionError, match=r"waits within a step: .*copy to the host at tests/gpu/test_pretended.py"):
+        pretended.check()
+    pretended.waits_in_steps.clear()
+    monkeypatch.setattr(gpt2.GPT2, "loss", mixing)
+    with pytest.raises(MixedDevicesError):
+        fit(trainer_of(*TINY, "steps=1", "loader=plain", device="cuda"))
+    with pytest.raises(AssertionError, match=r"mixed devices: .*mul at tests/gpu/test_pretended.py"):
+        pretended.check()
+    pretended.mixed.clear()
+
+
+def test_functions_that_may_wait_exist() -> None:
+    for function in ALLOWED:
+        file, name = function.split(":")
+        assert f"def {name}(" in (PROJECT / file).read_text()
+
+
+SCALED = ("fp8", "mxfp8", "nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("pretended", "native", "unavailable"),
+    [
+        ((7, 5), {"fp16"}, {"tf32"}),
+        ((8, 0), {"fp16", "bf16", "tf32"}, set()),
+        ((8, 9), {"fp16", "bf16", "tf32", "fp8"}, set()),
+        ((9, 0), {"fp16", "bf16", "tf32", "fp8"}, set()),
+        ((10, 0), {"fp16", "bf16", "tf32", "fp8", "mxfp8"}, set()),
+        ((12, 0), {"fp16", "bf16", "tf32", "fp8", "mxfp8"}, set()),
+    ],
+    indirect=["pretended"],
+)
+def test_the_formats_of_a_capability(pretended: Pretended, native: set[str], unavailable: set[str]) -> None:
+    hardware = detect("cuda")
+    assert hardware.capability == pretended.capability
+    found = {mode: hardware.support(mode) for mode in ("tf32", "bf16", "fp16", *SCALED)}
+    assert {mode for mode, support in found.items() if support == NATIVE} == native
+    assert {mode for mode, support in found.items() if support == UNAVAILABLE} == unavailable
+    for mode, support in found.items():
+        if support != UNAVAILABLE:
+            assert plan_of(compose(*TINY, "device=cuda", f"precision={mode}"), hardware).config.precision.mode == mode
