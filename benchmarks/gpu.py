@@ -255,7 +255,7 @@ def take(stage: Stage, folder: Path, seconds: float) -> dict[str, Any]:
 
 
 def pack(folder: Path, out: str) -> None:
-    """Put logs, summaries and what results/ keeps into gpu.tar.gz; copy it and gpu.json to ``out``, if that is named."""
+    """Put logs, summaries and what results/ keeps into gpu.tar.gz; copy it and gpu.json to ``out``, if named."""
     with tarfile.open(folder / "gpu.tar.gz", "w:gz") as tar:
         for path in sorted([*folder.rglob("*"), *results.RESULTS.glob("*.json")]):
             if path.is_file() and path.suffix not in (*LARGE, ".gz"):
