@@ -136,16 +136,17 @@ class Setting:
         tests = ["-m", "pytest", "tests/gpu", "-q", "-W", "default", "-p", "no:cacheprovider"]
         at_once = ["-n", "6"] if find_spec("xdist") else []
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-        rank = Setting(self.folder, "cpu") if self.small else self  # the pretended GPU has no NCCL
+        # The pretended GPU has no NCCL, no profiler and no fake tensors.
+        plain = Setting(self.folder, "cpu") if self.small else self
         parallel = [
-            [*torchrun, *rank.speed(kind, "", 0, 10, *gpt2, *short, bf16, f"parallel={kind}").commands[0]]
+            [*torchrun, *plain.speed(kind, "", 0, 10, *gpt2, *short, bf16, f"parallel={kind}").commands[0]]
             for kind in ("ddp", "fsdp")
         ]
         return [
             self.speed("alive", "BigNet, bf16", 60, 20, "recipe=bignet", bf16),
             Stage("gate", 120, [[*tests, "-k", GATE]], last_line("gate")),
             self.speed("gpt2_compiled", "GPT-2 124M, bf16, compiled", 180, 25, *gpt2, *long, bf16, compiled),
-            self.speed("gpt2_profile", "", 70, 12, *gpt2, *short, bf16, compiled, "profiler=torch"),
+            plain.speed("gpt2_profile", "", 70, 12, *gpt2, *short, bf16, compiled, "profiler=torch"),
             self.speed("gpt2_bf16", "GPT-2 124M, bf16", 60, 15, *gpt2, *short, bf16),
             self.speed(
                 "gpt2_master",
@@ -163,13 +164,13 @@ class Setting:
             ),
             self.speed("resnet50_compiled", "ResNet-50, bf16, compiled", 130, 40, *resnet, *images, compiled),
             self.speed("resnet50_eager", "ResNet-50, bf16", 60, 20, *resnet, *eager_images),
-            Stage("memory", 60, [self.script("memory", *gpt2, *short, bf16, "data=synthetic")], forecast),
+            Stage("memory", 60, [plain.script("memory", *gpt2, *short, bf16, "data=synthetic")], forecast),
             Stage(
                 "halving", 100, [self.train("halving", *gpt2, *misfit, bf16, "steps=2", "eval_samples=8")], microbatch
             ),
             Stage(
                 "doctor",
-                100,
+                120,
                 [
                     self.train("overflow", *overflow),
                     self.script("doctor", f"resume={self.folder}/overflow", "time_budget=40s"),
