@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from mantissa.errors import UsageError
 from mantissa.formats import FP32, Format, plain
+from mantissa.step.flags import flags_of
 from mantissa.step.memory import available_bytes
 from mantissa.step.trace import Op, Trace, user_line
 from mantissa.step.updates import Masters, UpdateMeter
@@ -685,21 +686,25 @@ class Replay:
     def around(self) -> Iterator[None]:
         """Return what passes and updates run in: casts of the code left out, or all redirected in a wider reference.
 
-        Autocast that the code enters itself is noted, and is that of the format.
+        Autocast that the code enters itself is noted, and is that of the format, and so are torch's flags of fp32
+        products. Only the step as the run takes it has what the run has.
         """
         enter, half, kind = torch.autocast.__enter__, self.format.half, self.step.device.type
+        as_written = self._as_run and self.format is self.step.written_in
 
         def enter_other(autocast: Any) -> Any:
             if not autocast._enabled or autocast.device != kind:
                 return enter(autocast)
             if self._in_loss:
                 self.own_autocast = self.own_autocast or autocast.fast_dtype
-            if self._as_run and self.format is self.step.written_in:
+            if as_written:
                 return enter(autocast)
             with patch.multiple(autocast, _enabled=half is not None, fast_dtype=half or autocast.fast_dtype):
                 return enter(autocast)
 
         with ExitStack() as contexts:
+            if not as_written:
+                contexts.enter_context(flags_of(self.format.number))
             contexts.enter_context(patch.object(torch.autocast, "__enter__", enter_other))
             if self.step.uncast:
                 contexts.enter_context(Trace(None, run=self._uncast))
