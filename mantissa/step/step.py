@@ -32,6 +32,9 @@ Gradients = dict[str, Tensor]
 """True gradients of a step by parameter, fp64 and dense, and its loss by an empty name."""
 LEAST_SCALE = 2.0**-10
 """Loss scale below which a skipped step is not tried again."""
+_FAST_FP64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0), (9, 4), (9, 5)}
+"""Compute capabilities of GPUs that multiply fp64 at half of fp32's rate or faster, the last two of them AMD's; others
+do at 1/32 or 1/64 (NVIDIA, "CUDA C++ Programming Guide", arithmetic instructions; AMD CDNA 3 and 4)."""
 _FEW = 5e9
 """Multiplications up to which a step is examined with all its samples, and not with two of them."""
 _CHANGES = (
@@ -384,6 +387,12 @@ class Step(Protocol):
             return True
         capability = format.number.capability or ()
         return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= capability
+
+    @property
+    def fp64_slowdown(self) -> int:
+        """How many times as long fp64 takes as fp32, at most about."""
+        fast = self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) in _FAST_FP64
+        return 2 if fast else 64
 
     @property
     def scales(self) -> list[float]:
