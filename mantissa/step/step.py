@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mantissa.errors import UsageError
-from mantissa.formats import FP32, Format, plain
+from mantissa.formats import FP32, TF32, Format, plain
 from mantissa.step.flags import flags_of
 from mantissa.step.memory import available_bytes
 from mantissa.step.trace import Op, Trace, user_line
@@ -712,7 +712,7 @@ class Replay:
                 return enter(autocast)
 
         with ExitStack() as contexts:
-            if not as_written:
+            if not as_written or self.format.number is TF32:  # which the flags alone make what it is
                 contexts.enter_context(flags_of(self.format.number))
             contexts.enter_context(patch.object(torch.autocast, "__enter__", enter_other))
             if self.step.uncast:

@@ -108,5 +108,7 @@ def test_a_format_has_its_own_flags_and_the_run_those_that_it_has() -> None:
         assert taken(replay) == {("ieee", "ieee", False)}
     assert taken(step.in_format(FORMATS["fp32"]).as_run()) == {("ieee", "ieee", False)}  # a cure
     set_flags(FP32)
-    assert taken(step.replay(FORMATS["tf32"])) == {("tf32", "tf32", False)}
+    tf32 = LoopStep.copied(model, loss, regression(), FORMATS["tf32"])
+    for replay in (step.replay(FORMATS["tf32"]), tf32.as_run()):
+        assert taken(replay) == {("tf32", "tf32", False)}
     assert taken(step.as_run()) == {("ieee", "ieee", False)}
