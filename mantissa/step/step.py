@@ -33,8 +33,8 @@ Gradients = dict[str, Tensor]
 LEAST_SCALE = 2.0**-10
 """Loss scale below which a skipped step is not tried again."""
 _FAST_FP64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0), (9, 4), (9, 5)}
-"""Compute capabilities of GPUs that multiply fp64 at half of fp32's rate or faster, the last two of them AMD's; others
-do at 1/32 or 1/64 (NVIDIA, "CUDA C++ Programming Guide", arithmetic instructions; AMD CDNA 3 and 4)."""
+"""Compute capabilities of GPUs with half as many units for fp64 as for fp32, by their data sheets: P100, V100, A100,
+H100, B200; MI300, MI350. Others have 1/32 or 1/64."""
 _FEW = 5e9
 """Multiplications up to which a step is examined with all its samples, and not with two of them."""
 _CHANGES = (
