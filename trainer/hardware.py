@@ -84,12 +84,6 @@ def select(device: torch.device) -> None:
         torch.accelerator.set_device_index(device)
 
 
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has finished its queue."""
-    if device.type != CPU.type:
-        torch.accelerator.synchronize(device)
-
-
 @dataclass(frozen=True)
 class Hardware:
     """The device a run uses, with the facts that explain its numbers."""

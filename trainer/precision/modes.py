@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from mantissa.errors import FormatError, UsageError
 from mantissa.formats import FORMATS, FP8, FP32, TF32, Format
 from mantissa.step import operators
+from mantissa.step.flags import set_flags
 from mantissa.step.islands import cast_inputs, keep_fp32, with_fp32_statistics
 from trainer.errors import UserError, check_choice
 from trainer.hardware import NATIVE, UNAVAILABLE, Hardware, detect
@@ -131,24 +131,8 @@ class Precision:
                 )
 
     def apply(self) -> None:
-        """Set every backend's fp32 mode for this process.
-
-        One flag is not enough: ``torch.set_float32_matmul_precision("highest")`` leaves cuDNN in TF32.
-        """
-        tf32 = self.format.number is TF32
-        fp32 = "tf32" if tf32 else "ieee"
-        with warnings.catch_warnings():
-            # The older flags are deprecated, but torch.compile's kernel templates read them, and torch raises
-            # where they disagree with the newer ones.
-            warnings.simplefilter("ignore")
-            torch.backends.cuda.matmul.allow_tf32 = tf32
-            torch.backends.cudnn.allow_tf32 = tf32
-        backends: Any = torch.backends
-        cudnn, mkldnn = backends.cudnn, backends.mkldnn
-        for backend in (backends, backends.cuda.matmul, cudnn, cudnn.conv, cudnn.rnn):
-            backend.fp32_precision = fp32
-        for backend in (mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn):
-            backend.fp32_precision = "ieee"
+        """Set every backend's fp32 mode for this process, and let products of 16-bit numbers be rounded once."""
+        set_flags(self.format.number)
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return a fresh autocast context for one forward pass and its loss.

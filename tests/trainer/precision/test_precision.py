@@ -55,6 +55,17 @@ def test_fp32_products_are_ieee_in_every_backend(mode: str) -> None:
     assert tf32 or torch.backends.fp32_precision == "ieee"
 
 
+def test_sums_of_16_bit_products_are_rounded_once() -> None:
+    """Torch's default lets cuBLAS round the parts of a long sum, such as that of a weight's gradient."""
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_fp16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction = True
+    precision = Precision("bf16")
+    precision.apply()
+    effective = manifest_of(precision, AMX, [])["effective"]
+    assert not effective["fp16_reduced_precision_reduction"]
+    assert not effective["bf16_reduced_precision_reduction"]
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "mode"),
     [
