@@ -167,12 +167,11 @@ def _faster(trainer: Trainer, rates: dict[str, float]) -> str:
     ``rates``: measured, of matmuls, see ``matmul_rates``.
     """
     config, half = trainer.config, automatic(trainer.hardware)[0]
-    if config.precision.mode != FP32.name or config.compile.mode != "off" or half == FP32.name or half not in rates:
+    ratio = rates.get(half, math.nan) / rates.get(FP32.name, math.nan)
+    if config.precision.mode != FP32.name or config.compile.mode != "off" or not ratio > 1:
         return ""
-    compiled = "" if missing(trainer.device) else " compile=default"
-    ratio = about(rates[half] / rates[FP32.name])
-    off = ", and torch.compile is off" if compiled else ""
-    return f"{half} matmuls are {ratio}x as fast as fp32's here{off}: precision=auto{compiled}"
+    off, compiled = ("", "") if missing(trainer.device) else (", torch.compile is off", " compile=default")
+    return f"{half} matmuls are {about(ratio)}x as fast here{off}: precision=auto{compiled}"
 
 
 def _optimizer(trainer: Trainer) -> str:
