@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pynvml
 import torch
 from torch import Tensor
 from torch.optim import optimizer
@@ -51,7 +52,7 @@ class Pretended:
     """For which torch was built."""
     available: bool = True
     """Whether torch finds the device; NVML sees it also where the driver is too old."""
-    driver: int = 13020
+    driver: str = "580.65.06"
     total: int = 80 * GIB
     """Bytes of its memory, of which other processes hold ``elsewhere``."""
     elsewhere: int = 0
@@ -100,6 +101,10 @@ class Pretended:
     def _memory(self) -> tuple[int, int]:
         return self.total - self.elsewhere - self.reserved, self.total
 
+    def _initialise(self) -> None:
+        if not self.available:
+            raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040). Please update it.")
+
     def _set(self, **values: Any) -> None:
         vars(self).update(values)
 
@@ -122,7 +127,7 @@ class Pretended:
             "current_stream": lambda *given: SimpleNamespace(record_event=lambda: event, is_capturing=lambda: False),
         }
         cuda = both | {
-            "_lazy_init": lambda: None,
+            "_lazy_init": self._initialise,
             "_is_in_bad_fork": lambda: False,
             "_device_count_nvml": lambda: 1,
             "_raw_device_count_nvml": lambda: 1,
@@ -154,7 +159,7 @@ class Pretended:
         yield patch.multiple(
             torch.cuda.memory, _record_memory_history=lambda *given, **named: None, _dump_snapshot=dump
         )
-        yield patch("torch._C._cuda_getDriverVersion", lambda: self.driver, create=True)
+        yield patch.multiple(pynvml, nvmlInit=lambda: None, nvmlSystemGetDriverVersion=lambda: self.driver)
         for name in ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype"):
             yield patch.object(torch, name, partial(_with_cpu, getattr(torch, name)))
         for name in ("tensor", "as_tensor"):

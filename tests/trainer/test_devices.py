@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 import torch
 import torch.distributed as dist
@@ -106,6 +108,64 @@ def test_what_is_not_here_is_refused_in_one_sentence(kind: DeviceKind) -> None:
     for device, why in (("cuda:x", "is not a device"), ("tpu", "is not a device"), ("hpu", "is not supported")):
         with pytest.raises(UserError, match=f"device={device} {why} .*; set device=auto"):
             detect(device)
+
+
+@pytest.fixture
+def beside_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An NVIDIA GPU that the driver sees, and torch, built for CUDA 13.2, does not."""
+    words = "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver."
+
+    def init() -> None:
+        raise RuntimeError(words)
+
+    for where, name, value in (
+        (torch.version, "hip", None),
+        (torch.version, "cuda", "13.2"),
+        (torch.cuda, "is_available", lambda: False),
+        (torch.cuda, "device_count", lambda: 1),
+        (torch.cuda, "init", init),
+        (torch.accelerator, "current_accelerator", lambda check_available=False: None),
+        (pynvml, "nvmlInit", lambda: None),
+        (pynvml, "nvmlSystemGetDriverVersion", lambda: "550.54.15"),
+    ):
+        monkeypatch.setattr(where, name, value)
+
+
+@pytest.mark.usefixtures("beside_a_driver")
+def test_a_gpu_that_torch_cannot_use_is_not_passed_over_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    for device in ("auto", "cuda", "cuda:0"):
+        with pytest.raises(UserError, match=r"too old .found version 12040.*550\.54\.15.*13\.2.*580.*device=cpu"):
+            detect(device)
+    assert detect("cpu").kind is CPU
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # CUDA_VISIBLE_DEVICES= hides it
+    assert detect("auto").kind is CPU
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.version, "cuda", None)  # a build for CPUs
+    assert detect("auto").kind is CPU
+
+
+@pytest.mark.parametrize(
+    ("built", "runs"),
+    [
+        ("sm_75 sm_80 sm_90", True),
+        ("sm_75 sm_80 sm_100 sm_120", False),
+        ("sm_93 sm_90a", True),
+        ("sm_95", False),
+        ("sm_80 compute_80", True),
+        ("compute_100", False),
+        ("compute_80a", False),
+        ("", True),
+    ],
+)
+@pytest.mark.parametrize("kind", [CUDA], ids=["CUDA"])
+@pytest.mark.usefixtures("fake")
+def test_a_gpu_without_code_in_this_build_of_torch_is_refused(
+    built: str, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has capability 9.4: kernels of 9.0 to 9.4 run on it, and PTX of any earlier one."""
+    monkeypatch.setattr(torch.cuda, "get_arch_list", built.split)
+    with nullcontext() if runs else pytest.raises(UserError, match=r"made up has .* 9\.4.*device=cpu"):
+        assert detect("cuda").capability == (9, 4)
 
 
 @every_kind

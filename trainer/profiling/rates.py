@@ -17,7 +17,7 @@ from mantissa.formats import FP8, NUMBERS, Number
 from mantissa.step.flags import flags_of
 from mantissa.step.memory import available_bytes
 from trainer.cache import cached
-from trainer.hardware import CUDA, NATIVE, UNAVAILABLE, Hardware
+from trainer.hardware import CUDA, NATIVE, UNAVAILABLE, Hardware, driver_version
 from trainer.precision import kernels
 
 _SMALLEST, _LARGEST = 128, 8192
@@ -119,6 +119,6 @@ def _of(hardware: Hardware, name: str) -> dict[str, Any]:
     return hardware.facts() | {
         "format": name,
         "arithmetic": "fp32" if kernels.in_use(NUMBERS[name].dtype) else "own",
-        "driver": torch._C._cuda_getDriverVersion() if hardware.kind is CUDA else None,  # type: ignore[attr-defined]
+        "driver": driver_version() if hardware.kind is CUDA else None,
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
