@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from trainer.hardware import synchronise
+from mantissa.tensors import synchronise
 from trainer.trainer import Trainer
 
 Block = Callable[[int], float]

@@ -10,6 +10,7 @@ streams, pinned memory, NCCL and torch.compile cannot be pretended.
 from __future__ import annotations
 
 import itertools
+import math
 import runpy
 import sys
 import threading
@@ -25,6 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pynvml
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -46,7 +48,7 @@ ALLOWED = {
     "mantissa/watch/watch.py:_fail": "a step has failed, and training has ended",
 }
 """Functions that may wait within a step, and why."""
-CONSTANT = {"_lazy_init": None, "_is_in_bad_fork": False, "manual_seed_all": None, "device_count": 1}
+CONSTANT = {"_is_in_bad_fork": False, "manual_seed_all": None, "device_count": 1}
 CONSTANT |= {"current_device": 0, "_device_count_nvml": 1, "_raw_device_count_nvml": 1}
 WIDER = {torch.ops.aten.mm.dtype: torch.ops.aten.mm.default, torch.ops.aten.mm.dtype_out: torch.ops.aten.mm.out}
 """Products of 16-bit numbers whose result is wider, which only CUDA has."""
@@ -61,10 +63,11 @@ class Pretended:
     name: str = "NVIDIA H100 80GB HBM3"
     architectures: tuple[str, ...] = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")  # torch was built for
     available: bool = True  # to torch; NVML sees the device also where the driver is too old
-    driver: int = 13020
+    driver: str = "580.65.06"
     total: int = 80 * GIB  # bytes of its memory, of which other processes hold these
     elsewhere: int = 0
     fraction: float = 1.0  # of the total that this process may take
+    largest: float = math.inf  # bytes of the largest tensor for which there is memory
     allocated: int = 0  # bytes in tensors; what is reserved is kept when they are freed
     reserved: int = 0
     max_allocated: int = 0
@@ -84,7 +87,8 @@ class Pretended:
         Raises:
             torch.OutOfMemoryError: there are not so many.
         """
-        if self.allocated + size > min(self.fraction * self.total, self.total - self.elsewhere):
+        room = min(self.fraction * self.total, self.total - self.elsewhere) - self.allocated
+        if size > min(room, self.largest):
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size / GIB:.2f} GiB.")
         self.allocated += size
         self.reserved = max(self.reserved, self.allocated)
@@ -121,6 +125,10 @@ class Pretended:
         assert not self.mixed, f"mixed devices: {sorted(set(self.mixed))}"
         assert not self.waits_in_steps, f"the host waits within a step: {sorted(set(self.waits_in_steps))}"
 
+    def _initialise(self) -> None:
+        if not self.available:
+            raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040). Please update it.")
+
     def patches(self) -> Iterator[Any]:
         """Yield what the host asks of CUDA, with the answers of this device."""
         states = [torch.zeros(16, dtype=torch.uint8)]  # of the generator
@@ -140,6 +148,7 @@ class Pretended:
         for kind, most in itertools.product(("allocated", "reserved"), ("", "max_")):
             both[f"{most}memory_{kind}"] = lambda *given, _name=most + kind: getattr(self, _name)
         cuda = both | {
+            "_lazy_init": self._initialise,
             "get_device_capability": lambda *given: self.capability,
             "get_device_name": lambda *given: self.name,
             "get_device_properties": lambda *given: SimpleNamespace(
@@ -166,7 +175,7 @@ class Pretended:
         yield patch.multiple(
             torch.cuda.memory, _record_memory_history=lambda *given, **named: None, _dump_snapshot=dump
         )
-        yield patch("torch._C._cuda_getDriverVersion", lambda: self.driver, create=True)
+        yield patch.multiple(pynvml, nvmlInit=lambda: None, nvmlSystemGetDriverVersion=lambda: self.driver)
         yield patch.multiple(torch, **{name: partial(_with_cpu, getattr(torch, name)) for name in AUTOCAST})
         yield patch.multiple(torch, **{name: partial(_made, getattr(torch, name)) for name in ("tensor", "as_tensor")})
         yield patch.object(torch, "Generator", _Generator)
