@@ -36,7 +36,7 @@ from trainer.run.summary import summary_lines
 Measured = dict[str, dict[str, Any]]
 """What results/ keeps, see ``results.keep``."""
 PASSED, FAILED = "passed", "failed"
-GATE = "bitwise_the_bare_loop or skipped_fused_step_leaves or fp32_is_fp32 or (compiled_gradients and cuda)"
+GATE = "bitwise_the_bare_loop or skipped_fused_step_leaves or fp32_is_fp32 or compiled_gradients"
 """The tests of tests/gpu that come first."""
 DIVERGED, FOUND = 3, 7
 """The exit codes of a training whose gradients are not finite, and of a doctor that found why."""

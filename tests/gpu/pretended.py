@@ -33,6 +33,7 @@ from torch.nn import functional
 from torch.optim import optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._triton import has_triton
 
 from mantissa import Watch
 from trainer.trainer import Trainer
@@ -205,6 +206,7 @@ _attending = ContextVar("_attending", default=False)
 def pretended_cuda(**facts: Any) -> Iterator[Pretended]:
     """Pretend a device with these facts, see ``Pretended``, and take it away at the end."""
     global _here
+    has_triton()  # torch keeps the answer, which is the host's
     _here = device = Pretended(**facts)
     with ExitStack() as entered:
         for each in device.patches():
