@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial, partialmethod
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,11 +83,7 @@ class Pretended:
     _blocks: dict[weakref.ref[Any], int] = field(default_factory=dict, repr=False)
 
     def allocate(self, size: int) -> None:
-        """Count so many bytes more in tensors, or less.
-
-        Raises:
-            torch.OutOfMemoryError: there are not so many.
-        """
+        """Count so many bytes more in tensors, where there are so many."""
         room = min(self.fraction * self.total, self.total - self.elsewhere) - self.allocated
         if size > min(room, self.largest):
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size / GIB:.2f} GiB.")
@@ -192,8 +188,8 @@ class Pretended:
         yield patch.object(torch._C, grouping, partial(_grouped, getattr(torch._C, grouping)))
         yield patch.object(optimizer, "_foreach_supported_types", [*optimizer._foreach_supported_types, OnDevice])
         for owner, method in ((Trainer, "train_step"), (Watch, "step")):
-            yield patch.object(owner, method, partialmethod(_in_step, self, getattr(owner, method)))
-        yield patch.object(threading.Thread, "run", partialmethod(_in_mode, threading.Thread.run))
+            yield patch.object(owner, method, _within(getattr(owner, method), self.step))
+        yield patch.object(threading.Thread, "run", _within(threading.Thread.run, _seen))
         # Module.to has to change what kind of tensor a parameter is, and keep its identity.
         yield patch("torch.__future__.get_swap_module_params_on_conversion", lambda: True)
 
@@ -252,15 +248,6 @@ class _Mode(TorchDispatchMode):
         return _compute(func, args, kwargs or {})
 
 
-def _in_mode(thread: threading.Thread, run: Callable[..., Any]) -> None:
-    with _Mode():
-        run(thread)
-
-
-def _in_step(owner: Any, device: Pretended, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return device.step(function, owner, *args, **kwargs)
-
-
 def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator on the CPU, and let its results be where a GPU's would be."""
     given = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
@@ -284,8 +271,18 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with _Mode():
             out = func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
     with torch._C._DisableTorchDispatch():
-        in_place, placed = {id(each) for each in given}, _tagged if there else _pinned
-        return tree_map_only(Tensor, lambda each: each if id(each) in in_place else placed(each), out)
+        in_place = {id(each) for each in given}
+        out = tree_map_only(Tensor, lambda each: _tagged(each) if there and id(each) not in in_place else each, out)
+    return _pinned(out) if pinned else out
+
+
+def _within(method: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: call(method, *args, **kwargs)
+
+
+def _seen(function: Callable[..., Any], *args: Any) -> Any:
+    with _Mode():
+        return function(*args)
 
 
 def _tagged(tensor: Tensor) -> Tensor:
@@ -323,12 +320,10 @@ def _judge(name: str, args: Any, kwargs: Any, given: list[Tensor], here: bool, t
 def _place() -> tuple[str, set[str]]:
     """Return the project's lines that led here, the innermost first, and all of its functions that run."""
     stack = [each for each in traceback.extract_stack() if each.filename.startswith(f"{PROJECT}/")]
-    frames = [
-        (each.filename.removeprefix(f"{PROJECT}/"), each.lineno, each.name)
-        for each in reversed(stack)
-        if each.filename != __file__ and "/site-packages/" not in each.filename
-    ]
-    return " < ".join(f"{file}:{line}" for file, line, _ in frames[:3]), {f"{file}:{name}" for file, _, name in frames}
+    own = [each for each in reversed(stack) if each.filename != __file__ and "/site-packages/" not in each.filename]
+    files = [each.filename.removeprefix(f"{PROJECT}/") for each in own]
+    lines = [f"{file}:{each.lineno}" for file, each in zip(files, own, strict=True)]
+    return " < ".join(lines[:3]), {f"{file}:{each.name}" for file, each in zip(files, own, strict=True)}
 
 
 def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:

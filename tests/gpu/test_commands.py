@@ -10,7 +10,7 @@ import pytest
 from tests.command_line.conftest import _command
 from tests.inference.conftest import photo, script
 
-SMALL = ("tracking=local", "steps=2", "batch_size=8", "micro_batch_size=4", "eval_samples=40", "profiler=none")
+SMALL = ("tracking=local", "steps=2", "batch_size=8", "micro_batch_size=4", "profiler=none")
 TEXT = (
     "recipe=gpt2",
     "recipe.size=nano",
@@ -19,7 +19,13 @@ TEXT = (
     "data=synthetic",
     "data.vocab_size=99",
 )
-IMAGES = ("recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=32", "data=synthetic", "data.classes=10")
+IMAGES = (
+    "recipe=resnet",
+    "recipe.arch=shufflenet_v2_x0_5",
+    "recipe.image_size=32",
+    "data=synthetic",
+    "data.classes=10",
+)
 
 
 def trained(*overrides: str) -> None:
@@ -37,7 +43,7 @@ def test_a_language_model_is_evaluated_and_continues_a_text(
     gpu: object, commands_in_this_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    trained(*TEXT, "ema=default", "checkpoint.every=1")
+    trained(*TEXT, "ema=default", "checkpoint.every=1", "eval_samples=40")
     out = answer("evaluate", "precision=fp32,bf16", "loader=plain", "micro_batch_size=2")
     assert "bf16" in out
     assert "perplexity" in out
@@ -48,7 +54,7 @@ def test_a_classifier_is_evaluated_and_labels_photos(
     gpu: object, commands_in_this_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    trained(*IMAGES, "precision=fp16", "metrics=[f1_macro,auroc]")
+    trained(*IMAGES, "precision=fp16", "metrics=[f1_macro,auroc]", "eval_samples=8")
     assert "top1" in answer("evaluate", "precision=bf16")
     photo(tmp_path / "photo.png", 90, np.random.default_rng(0))
     answer("predict", "path=photo.png")

@@ -67,7 +67,13 @@ def test_memory_is_counted_as_torch_counts_it(pretended: Pretended) -> None:
 
 
 TINY = (*GPT2, "micro_batch_size=2")
-IMAGES = ("recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=32", "data=synthetic", "data.classes=10")
+IMAGES = (
+    "recipe=resnet",
+    "recipe.arch=shufflenet_v2_x0_5",
+    "recipe.image_size=32",
+    "data=synthetic",
+    "data.classes=10",
+)
 JOBS = {
     "gpt2": (*TINY, "precision=fp32", "recipe.dropout=0.1", "diagnostics=numerics"),
     "gpt2-chunks": (*TINY, "precision=bf16_sr", "recipe.chunked_loss=true", "optimizer=muon"),
