@@ -24,6 +24,7 @@ from trainer.hardware import (
     DeviceKind,
     detect,
     peak_memory_bytes,
+    reserved_memory_bytes,
     reset_peak_memory,
     select,
     synchronise,
@@ -70,6 +71,7 @@ def fake(kind: DeviceKind, monkeypatch: pytest.MonkeyPatch) -> Accelerator:
         "current_device_index": lambda: 1,
         "get_memory_info": here.note("get_memory_info", (5, 9)),
         "max_memory_allocated": here.note("max_memory_allocated", 7),
+        "max_memory_reserved": here.note("max_memory_reserved", 8),
         **{name: here.note(name) for name in ("set_device_index", "synchronize", "reset_peak_memory_stats")},
     }
     for name, value in replaced.items():
@@ -110,10 +112,10 @@ def test_what_is_not_here_is_refused_in_one_sentence(kind: DeviceKind) -> None:
 def test_memory_and_the_queue_are_the_devices(kind: DeviceKind, fake: Accelerator) -> None:
     device = detect(kind.type).device
     reset_peak_memory(device)
-    peak, left = peak_memory_bytes(device), available_bytes(device)
-    names = ["reset_peak_memory_stats", "max_memory_allocated", "get_memory_info"]
+    peak, reserved, left = peak_memory_bytes(device), reserved_memory_bytes(device), available_bytes(device)
+    names = ["reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved", "get_memory_info"]
     assert fake.taken() == ([(name, device) for name in names] if kind in GPUS else [])
-    assert ((peak, left) == (7, 5)) == (kind in GPUS)
+    assert ((peak, reserved, left) == (7, 8, 5)) == (kind in GPUS)
     select(device)
     synchronise(device)
     expected = [("set_device_index", device), ("synchronize", device)]
