@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -132,6 +133,47 @@ def test_memory_is_not_named_where_a_loading_process_ends_by_itself() -> None:
     with pytest.raises(RunError, match="a loading process ended with exit code 3") as ended:
         list(Loader(1).steps(Ends(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 1, CPU))
     assert "memory" not in str(ended.value)
+
+
+@pytest.mark.parametrize(
+    ("loader", "blocks", "words"),
+    [
+        (Loader(2), 7, "7.0 KiB, too little for 2 batches of 2.0 KiB from each of 2 loading processes"),
+        (Loader(2), 8, ""),
+        (PinnedLoader(2), 15, "15.0 KiB, too little for 4 batches"),
+        (Loader(1), 3, "3.0 KiB, too little for 2 batches of 2.0 KiB from each of 1 loading process "),
+    ],
+    ids=["full", "fits", "more are prefetched", "for one too many"],
+)
+def test_batches_that_shared_memory_does_not_hold_are_refused_with_a_number_of_workers_that_fits(
+    loader: Loader, blocks: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Large(Echo):
+        def batch(self, samples: Sequence[SampleId]) -> Batch:
+            return {"image": torch.zeros(len(samples), 256)}
+
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=blocks, f_frsize=1024))
+    batches: Any = loader.batches(Large(), [], CPU)
+    found = batches.dataset.__getitems__([SampleId(0, None), SampleId(1, None)])
+    if not words:
+        assert found["image"].is_shared()
+        return
+    assert isinstance(found, UserError)
+    assert words in found.problem
+    assert found.remedies == (f"loader.workers={int(loader.workers) - 1}",)
+
+
+def test_what_shared_memory_has_no_room_for_ends_the_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that sends batches would print its error, and the run would wait for ever."""
+
+    def full(tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    batches: Any = Loader(1).batches(Echo(), [], CPU)
+    found = batches.dataset.__getitems__([SampleId(0, None)])
+    assert isinstance(found, UserError)
+    assert found.remedies == ("loader.workers=0",)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
