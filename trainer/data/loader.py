@@ -246,7 +246,7 @@ class Loader:
     """Whether batches are in page-locked memory, where the device copies from it, and workers are kept."""
     workers: int | str = "auto"
     """Data-loading processes; auto: 0 for data in memory; if samples are decoded, one per core of this rank (at most
-    16). With more than four cores, two stay free for launching kernels and pinning memory."""
+    16 where the CPU computes). With more than four cores, two stay free for launching kernels and pinning memory."""
 
     def __post_init__(self) -> None:
         check_number("loader.workers", self.workers, 0)
@@ -256,7 +256,8 @@ class Loader:
         if self.workers != "auto" or context.datasets is None:
             return self, []
         cores = context.hardware.cpu_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        enough = max(1, min(16, cores - 2 if cores > 4 else cores)) if context.datasets.decodes else 0
+        most = cores if context.hardware.is_gpu else 16
+        enough = max(1, min(most, cores - 2 if cores > 4 else cores)) if context.datasets.decodes else 0
         return replace(self, workers=context.recorded.get("loader.workers", enough)), []
 
     def batches(
@@ -275,7 +276,7 @@ class Loader:
             # The training thread uses torch's global generator, whose state a checkpoint holds.
             alone = not pins or getattr(dataset, "uses_global_generator", False)
             return Batches(dataset, samples, hardware.device, pins, 0 if alone else STEPS_AHEAD * in_a_step)
-        prefetch = 4 if self.pinned else 2
+        prefetch = 4 if self.pinned and int(self.workers) <= 16 else 2  # of many, a few each: they are page-locked
         return _FromWorkers(
             # From shared memory a thread copies what is pinned at once; elsewhere all that is prefetched waits there.
             _Fetch(dataset, int(self.workers), 1 if pins else prefetch),

@@ -195,16 +195,21 @@ def test_on_device_loader_repeats_the_first_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "expected"),
-    [(1, 1, 1), (2, 1, 2), (4, 1, 4), (16, 1, 14), (64, 1, 16), (16, 2, 6), (64, 8, 6), (4, 8, 1)],
+    ("cores", "ranks", "on_cpu", "on_gpu"),
+    [
+        *((1, 1, 1, 1), (2, 1, 2, 2), (4, 1, 4, 4), (16, 1, 14, 14), (64, 1, 16, 62)),
+        *((16, 2, 6, 6), (64, 8, 6, 6), (192, 8, 16, 22), (4, 8, 1, 1)),
+    ],
 )
 def test_auto_workers_leave_cores_to_the_thread_that_launches_kernels_and_to_the_other_ranks(
-    cores: int, ranks: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    cores: int, ranks: int, on_cpu: int, on_gpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Data that are arrays need none: tests/trainer/config/test_settle.py."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    opened = context(DataSource(), replace(CPU, cpu_cores=cores), datasets=SimpleNamespace(decodes=True))
-    assert Loader().resolve(opened)[0].workers == expected
+    for device, expected in (("cpu", on_cpu), ("cuda", on_gpu)):
+        here = replace(CPU, cpu_cores=cores, device=torch.device(device))
+        opened = context(DataSource(), here, datasets=SimpleNamespace(decodes=True))
+        assert Loader().resolve(opened)[0].workers == expected
 
 
 def test_evaluation_samples_are_spread_evenly_in_order_and_never_augmented() -> None:
