@@ -20,10 +20,11 @@ from benchmarks.rows import Bench, Row, Times, ratios
 from evidence.stopwatch import Block, Clock, stopwatch
 from mantissa.display import size
 from mantissa.step.ledger import MemoryLedger
+from mantissa.tensors import synchronise
 from trainer.config.schema import Config
 from trainer.data.contract import Batch
 from trainer.errors import RunError
-from trainer.hardware import Hardware, synchronise, threads
+from trainer.hardware import Hardware, threads
 from trainer.run.run import Run
 from trainer.run.scores import Scores
 from trainer.run.signals import Signals

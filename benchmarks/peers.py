@@ -36,10 +36,11 @@ from benchmarks.overhead import (
 )
 from benchmarks.rows import Bench, Row, ratios
 from evidence.stopwatch import Block
+from mantissa.tensors import synchronise
 from trainer.config.schema import Config
 from trainer.data.contract import Batch
 from trainer.data.loader import to_device
-from trainer.hardware import Hardware, synchronise
+from trainer.hardware import Hardware
 from trainer.trainer import Trainer
 
 FIT_WARM_UP = 3

@@ -1,6 +1,6 @@
 """Keep the newest value of each measurement in results/MACHINE.json, and show them: ``python benchmarks/results.py``.
 
-  python benchmarks/results.py                         fill README.md and docs/results.md, draw docs/images/compare.png
+  python benchmarks/results.py                         fill the pages' tables, draw docs/images/compare.png
   python benchmarks/results.py outputs/compare/NAME    first keep what a finished comparison measured,
   python benchmarks/results.py outputs/reproduce/NAME  or a tested claim
 
@@ -119,7 +119,7 @@ def forms(table: dict[str, Any]) -> dict[re.Pattern[str], str]:
 
 
 def filled_table(table: dict[str, Any], machines: Machines, cell: Callable[..., str] = shown) -> str:
-    """Return a table of what was measured, without its empty rows and columns."""
+    """Return a table of what was measured, without its empty rows and columns; empty where nothing was."""
     columns = dict.fromkeys([*table.get("also", []), *machines])
     rows: defaultdict[tuple[re.Pattern[str], str], dict[str, str]] = defaultdict(dict)
     named = forms(table)
@@ -130,6 +130,8 @@ def filled_table(table: dict[str, Any], machines: Machines, cell: Callable[..., 
                 published = {"published": measured[name].get("published", ""), "machine": among}
                 rows[form, among] |= published | {column: cell(name, measured[name])}
                 columns[column] = None
+    if not rows:
+        return ""
     used = [column for column in columns if any(row.get(column) for row in rows.values())]
     lines = [[table["head"], *used], ["---"] * (1 + len(used))]
     lines += [[named[form], *(row.get(column, "") for column in used)] for (form, _), row in rows.items()]
@@ -151,17 +153,23 @@ def read_tables() -> dict[str, Any]:
 def blocks(machines: Machines) -> dict[Path, str]:
     """Return the tables of each page. What has no row is in a table of its own, by its name."""
     given = read_tables()
-    front, tables = given["front"], given["tables"]
-    known = [form for table in tables for form in forms(table)]
+    front, gpu, tables = given["front"], given["gpu"], given["tables"]
+    known = [form for table in [gpu, *tables] for form in forms(table)]
     names = dict.fromkeys(name for measured in machines.values() for name in measured)
     if others := [name for name in names if not any(form.fullmatch(name) for form in known)]:
         tables.append({"title": "Other measurements", "head": "", "rows": dict(zip(others, others, strict=True))})
     speeds = [name for name, words in front["rows"].items() if words.endswith("speed")]
     timed = {machine: measured for machine, measured in machines.items() if measured.keys() & set(speeds)}
-    every = [f"## {table['title']}\n\n{filled_table(table, machines)}" for table in tables]
-    peers = next(table for table in tables if table["title"] == "Other trainers")
-    short = "\n\n".join([filled_table(front, timed, brief), filled_table(peers, machines)])
-    return {PROJECT / "README.md": short, PROJECT / "docs/results.md": "\n\n".join(every)}
+    every = {table["title"]: filled_table(table, machines) for table in tables}
+    on_gpu = filled_table(gpu, machines) or gpu["none"]
+    pages = {
+        "README.md": [filled_table(front, timed, brief), every["Other trainers"], on_gpu],
+        "docs/which-precision.md": [on_gpu],
+        "docs/results.md": [
+            f"## {title}\n\n{table}" for title, table in ({"On a GPU": on_gpu} | every).items() if table
+        ],
+    }
+    return {PROJECT / page: "\n\n".join(filter(None, parts)) for page, parts in pages.items()}
 
 
 def filled(page: str, table: str) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from mantissa.tensors import synchronise
 from trainer.data.contract import Batch
-from trainer.hardware import synchronise
 from trainer.trainer import Trainer
 
 Block = Callable[[int], float]

@@ -21,6 +21,7 @@ from inference.precisions import BATCHES, Measured, compared, verdict
 from inference.precisions import table as precision_table
 from inference.run_config import RunConfig, configure
 from mantissa.display import counted, loss
+from mantissa.tensors import synchronise
 from recipes.language import LanguageRecipe
 from trainer.config.compose import check_single, combinations, key_of
 from trainer.config.options import parse
@@ -28,7 +29,6 @@ from trainer.data.contract import Batch, fingerprint
 from trainer.data.evaluation import Evaluation
 from trainer.errors import UserError
 from trainer.files import TRACKING_FILE, read_object, write_json
-from trainer.hardware import synchronise
 from trainer.metrics import Metrics, reported
 from trainer.parallel.world import World
 from trainer.precision.kernels import in_short

@@ -26,6 +26,8 @@ class Number:
     """The smallest positive number, a subnormal one."""
     capability: tuple[int, int] | None = (0, 0)
     """CUDA compute capability from which an NVIDIA GPU multiplies it natively; None: nothing does, here."""
+    one_major: bool = False
+    """Whether the kernels are for GPUs of that major version alone."""
     only_nvidia: bool = False
     """Whether nothing else can: elsewhere it is not emulated, but not available."""
     scaled: bool = False
@@ -42,8 +44,9 @@ BF16 = Number("bf16", torch.bfloat16, 2.0**-8, (2 - 2.0**-7) * 2.0**127, 2.0**-1
 FP16 = Number("fp16", torch.float16, 2.0**-11, 65504.0, 2.0**-24, (7, 0), instructions=_FP16_CPU)
 FP8 = Number("fp8", torch.bfloat16, 2.0**-4, 448.0, 2.0**-9, (8, 9), scaled=True)
 """e4m3fn, of weights and activations; what is not a linear layer computes in bf16."""
-MXFP8 = Number("mxfp8", torch.bfloat16, 2.0**-4, 448 * 2.0**127, 2.0**-136, (10, 0), scaled=True)
-"""e4m3fn, where 32 numbers share a scale, a power of two (OCP Microscaling Formats Specification 1.0, 2023)."""
+MXFP8 = Number("mxfp8", torch.bfloat16, 2.0**-4, 448 * 2.0**127, 2.0**-136, (10, 0), True, scaled=True)
+"""e4m3fn, where 32 numbers share a scale, a power of two (OCP Microscaling Formats Specification 1.0, 2023). torchao's
+kernels that quantize are compiled for 10.x, and not for GeForce and workstation GPUs of Blackwell, 12.0."""
 NVFP4 = Number("nvfp4", torch.bfloat16, 2.0**-2, 6 * 448 * 2.0**127, 2.0**-159, None, scaled=True)
 """e2m1, where 16 numbers share a scale in e4m3, and all of a tensor one in fp32 (arXiv 2509.25149)."""
 NUMBERS = {number.name: number for number in (FP32, TF32, BF16, FP16, FP8, MXFP8, NVFP4)}

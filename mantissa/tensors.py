@@ -1,4 +1,4 @@
-"""What is asked of tensors: which ones a nested value holds, whether they are finite; and random generators."""
+"""What is asked of tensors: which ones a nested value holds, whether they are finite; random generators and queues."""
 
 from __future__ import annotations
 
@@ -204,6 +204,12 @@ class NotedState:
             "python": torch.tensor(words, dtype=torch.int64),
             "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
         }
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has finished its queue."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

@@ -84,7 +84,7 @@ class Bert(SizedRecipe):
     on_cpu = "nano"
     on_gpu = "base"
     cpu_sizes = Sizes(steps=1500, batch_size=32, micro_batch_size=32)  # a minute or two
-    gpu_sizes = Sizes(steps=2000, batch_size=256, micro_batch_size=32)  # the published batch
+    gpu_sizes = Sizes(steps=500, batch_size=32, micro_batch_size=32)  # the published batch is 256
     fine_tuning_lr = 0.05  # 5e-5, the highest of Devlin et al. 2018 (appendix A.3)
     least_context = 16
     size: str = "auto"

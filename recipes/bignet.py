@@ -40,7 +40,7 @@ class BigNet(Recipe):
 
     def sizes(self, hardware: Hardware) -> Sizes:
         """Batch 512 in one piece, long enough to see the loss fall."""
-        return Sizes(steps=60 if not hardware.is_gpu else 500, batch_size=512, micro_batch_size=512)
+        return Sizes(steps=60, batch_size=512, micro_batch_size=512)
 
     def datasets(self, data: DataSource, seed: int) -> Datasets:
         """Vectors and the outputs of a fixed teacher network."""

@@ -57,7 +57,9 @@ class SizedRecipe(Recipe):
     on_cpu: ClassVar[str] = ""
     on_gpu: ClassVar[str] = ""
     cpu_sizes: ClassVar[Sizes]
+    """Of every size on a CPU; on a GPU of those up to ``on_cpu``, for which they are made, too."""
     gpu_sizes: ClassVar[Sizes]
+    """Of the other sizes on a GPU, and of a pretrained model."""
     # Of adamw's 1e-3: 1e-4, as the upper end of what is usual; and the 2e-4 of Hu et al. 2021 (table 11, GPT-2) and of
     # Dettmers et al., "QLoRA", 2023 (table 9, 7B and 13B).
     fine_tuning_lr: ClassVar[float | None] = 0.1
@@ -278,7 +280,13 @@ class SizedRecipe(Recipe):
         return self.shapes[self.size]
 
     def sizes(self, hardware: Hardware) -> Sizes:
-        return self.gpu_sizes if hardware.is_gpu else self.cpu_sizes
+        if not hardware.is_gpu:
+            return self.cpu_sizes
+        small = [*self.shapes][: [*self.shapes].index(self.on_cpu) + 1]
+        if self.pretrained or self.size not in small:
+            return self.gpu_sizes
+        most = max(self.cpu_sizes.micro_batch_size, self.gpu_sizes.micro_batch_size)
+        return replace(self.cpu_sizes, micro_batch_size=most, why=f"the recipe's own for recipe.size={self.size}")
 
     def summary_fields(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
         if self.pretrained:

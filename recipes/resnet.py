@@ -20,6 +20,7 @@ from trainer.errors import UserError, check_choice, check_number, check_range
 from trainer.hardware import Hardware
 from trainer.recipe import Context, DataSource, Decision, LossOutput, Recipe, Sizes
 
+ON_CPU = "resnet18"
 TOP5_FROM = 10
 """With fewer classes, a guess is in the first five too often for top-5 to say anything."""
 
@@ -101,7 +102,7 @@ class ResNet(Recipe):
         if not choices and context.hardware.is_gpu:
             choices, why = {"arch": "resnet50"}, "for a GPU; recipe.arch=resnet18 is smaller"
         elif not choices:
-            choices, why = {"arch": "resnet18"}, "for a CPU; recipe.arch=resnet50 is the published size"
+            choices, why = {"arch": ON_CPU}, "for a CPU; recipe.arch=resnet50 is the published size"
         decisions = [
             Decision(f"recipe.{name}", choices[name], why)
             for name in ("arch", "image_size")
@@ -114,10 +115,10 @@ class ResNet(Recipe):
         return recipe, decisions
 
     def sizes(self, hardware: Hardware) -> Sizes:
-        """Return some minutes of digits, at most, on two CPU cores; on a GPU, the published batch of 256."""
-        if hardware.is_gpu:
-            return Sizes(steps=2000, batch_size=256, micro_batch_size=256)
-        return Sizes(steps=200, batch_size=64, micro_batch_size=64)
+        """Return some minutes of digits, at most, on two CPU cores; on a GPU larger batches of the other models."""
+        if not hardware.is_gpu:
+            return Sizes(steps=200, batch_size=64, micro_batch_size=64)
+        return Sizes(steps=200, batch_size=64 if self.arch == ON_CPU else 512, micro_batch_size=512)
 
     def datasets(self, data: DataSource, seed: int) -> ImageDatasets:
         """Open the images, and check that the head and the architecture can take them."""

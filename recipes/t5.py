@@ -107,7 +107,7 @@ class T5(SizedRecipe):
     on_cpu = "nano"
     on_gpu = "small"
     cpu_sizes = Sizes(steps=500, batch_size=32, micro_batch_size=32)  # a minute or two
-    gpu_sizes = Sizes(steps=2000, batch_size=32, micro_batch_size=32)  # a quarter of the published batch
+    gpu_sizes = Sizes(steps=500, batch_size=32, micro_batch_size=32)  # the published batch is 128
     masks_attention = True
     least_context = 16
     size: str = "auto"

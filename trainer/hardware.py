@@ -6,6 +6,8 @@ import ctypes
 import os
 import platform
 import random
+import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -15,13 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from mantissa.formats import FORMATS, FP32, NUMBERS
+from mantissa.formats import BF16, FORMATS, FP16, FP32, NUMBERS, Number
 from mantissa.step.memory import control_groups, held_bytes
-from trainer.errors import UserError
+from trainer.errors import UserError, first_line
 
 _allocator: Any = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's malloc.h
 _HUGE_PAGE, _USE_HUGE_PAGES = 2**21, 14  # bytes; of Linux's mman.h
+
+_DRIVERS = {12: 525, 13: 580}
+"""The first driver of each major version of CUDA (NVIDIA, "CUDA Compatibility", minor version compatibility)."""
 
 NATIVE, EMULATED, UNAVAILABLE = "native", "emulated", "not available"
 
@@ -84,12 +89,6 @@ def select(device: torch.device) -> None:
         torch.accelerator.set_device_index(device)
 
 
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has finished its queue."""
-    if device.type != CPU.type:
-        torch.accelerator.synchronize(device)
-
-
 @dataclass(frozen=True)
 class Hardware:
     """The device a run uses, with the facts that explain its numbers."""
@@ -115,6 +114,11 @@ class Hardware:
         """What holds for all devices of this kind."""
         return kind_of(self.device)
 
+    @property
+    def half(self) -> Number:
+        """The 16-bit numbers to train in here: bf16, and fp16 on an NVIDIA GPU without instructions for bf16."""
+        return FP16 if self.capability is not None and self.support(BF16.name) != NATIVE else BF16
+
     def support(self, mode: str) -> str:
         """Return how this device computes matmuls in a mode: native, emulated, not available.
 
@@ -125,7 +129,8 @@ class Hardware:
         if number is FP32:
             return NATIVE
         if self.capability is not None:
-            if number.capability is not None and self.capability >= number.capability:
+            least = number.capability
+            if least and self.capability >= least and not (number.one_major and self.capability[0] > least[0]):
                 return NATIVE
             return UNAVAILABLE if number.only_nvidia else EMULATED
         if number.only_nvidia:
@@ -148,8 +153,10 @@ def detect(device: str) -> Hardware:
     """Describe the device named ``auto``, ``cpu``, ``cuda``, ``cuda:1``, ``xpu`` or ``mps``.
 
     Raises:
-        UserError: no such device here.
+        UserError: no such device here, or an NVIDIA GPU that torch cannot use.
     """
+    if device.partition(":")[0] in ("auto", CUDA.type):
+        _check_driver(device)
     if device == "auto":
         device = best_type()
     try:
@@ -172,9 +179,65 @@ def detect(device: str) -> Hardware:
     if kind.own_memory:
         properties = torch.get_device_module(chosen).get_device_properties(chosen)
         capability = (properties.major, properties.minor) if kind.nvidia else None
+        if capability is not None:
+            _check_code(properties.name, capability)
         return Hardware(chosen, properties.name, properties.total_memory, cores, capability)
     name = _cpuinfo("model name") or platform.processor() or platform.machine()
     return Hardware(chosen, name, _ram_bytes(), cores, None, _cpu_flags())
+
+
+def driver_version() -> str | None:
+    """Return the version of the NVIDIA driver, such as ``580.65.06``; None: it is not known, or there is none."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        version = pynvml.nvmlSystemGetDriverVersion()
+    except pynvml.NVMLError:
+        return None
+    return version.decode() if isinstance(version, bytes) else str(version)
+
+
+def _check_driver(device: str) -> None:
+    """Refuse to train on the CPU, without a word, beside a GPU that the driver sees and torch cannot use.
+
+    Not where ``CUDA_VISIBLE_DEVICES`` hides it, nor with a build of torch for CPUs: there the user asks for the CPU.
+    """
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a library of the driver without a driver
+        if not torch.cuda.device_count():  # which asks the driver (NVML), as long as CUDA is not initialised
+            return
+    try:
+        torch.cuda.init()
+        why = "it finds none"
+    except RuntimeError as error:
+        why = first_line(error).partition(". ")[0]
+    major = int(torch.version.cuda.partition(".")[0])
+    needs = f", which needs a driver from {_DRIVERS[major]} on" if major in _DRIVERS else ""
+    raise UserError(
+        f"device={device}: torch cannot use the NVIDIA GPU that is here ({why}); the driver is {driver_version()}, and "
+        f"torch {torch.__version__} is built for CUDA {torch.version.cuda}{needs}; update the driver, or install torch "
+        "for an older CUDA",
+        "device=cpu",
+    )
+
+
+def _check_code(name: str, capability: tuple[int, int]) -> None:
+    """Refuse a GPU for which this build of torch has no kernels: neither code of its major version, nor earlier PTX."""
+    for architecture in (built := torch.cuda.get_arch_list()):
+        found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
+        code = (int(found[2]), int(found[3])) if found else capability  # of a form that is not known: anything
+        is_ptx = found is not None and found[1] == "compute" and not found[4]
+        if code <= capability and (is_ptx or code[0] == capability[0]):
+            return
+    if built:
+        raise UserError(
+            f"{name} has compute capability {capability[0]}.{capability[1]}, and torch {torch.__version__} has code "
+            f"for {', '.join(built)} alone; install torch for an older CUDA, or an older torch",
+            "device=cpu",
+        )
 
 
 @contextmanager

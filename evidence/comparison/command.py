@@ -32,7 +32,7 @@ class CompareOptions(Overriding):
     output_dir: Path = Path("outputs")
 
     def __post_init__(self) -> None:
-        precisions = choices("precision")
+        precisions = [name for name in choices("precision") if name != "auto"]  # which names no format
         for name in self.arms:
             if name not in precisions:
                 raise UserError(

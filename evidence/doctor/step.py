@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mantissa.errors import FormatError
 from mantissa.formats import Format, with_masters
+from mantissa.step.flags import flags_of
 from mantissa.step.step import Batch, Remedies, Step
 from mantissa.step.updates import UpdateMeter
 from mantissa.tensors import random_state, set_random_state
@@ -103,7 +104,8 @@ class TrainerStep(Step):
 
     def build(self, format: Format, as_run: bool) -> _Eager:
         try:
-            return _Eager(self, replace(self.settled, world=World(), config=self._config_in(format)))
+            with flags_of(format.number):  # a trainer sets them, and the run's own stay
+                return _Eager(self, replace(self.settled, world=World(), config=self._config_in(format)))
         except UserError as error:
             raise FormatError(str(error)) from error
 

@@ -9,8 +9,10 @@ from typing import TypeVar
 
 from mantissa.display import size
 from mantissa.errors import FormatError, UsageError, described, is_out_of_memory
+from mantissa.formats import FP32
 from mantissa.step.step import Step
 from mantissa.step.trace import is_raised_here, is_raised_in_model, line_of_exception
+from mantissa.tensors import synchronise
 
 Result = TypeVar("Result")
 Say = Callable[[str], None]
@@ -78,7 +80,9 @@ class Budget:
         self._say(part)
         began = time.monotonic()
         try:
-            return make()
+            result = make()
+            synchronise(self._step.device)  # what it has queued belongs to it, with its time and its errors
+            return result
         except Exception as error:
             if is_out_of_memory(error):
                 if always:
@@ -109,6 +113,11 @@ class Budget:
         if seconds and seconds > self.left():
             enough = self._step.remedies.time_budget.format(self.seconds + seconds)
             raise LeftOutError(f"it takes about {seconds:.0f} s; set {enough}")
+
+    @property
+    def fp64_seconds(self) -> float:
+        """How long the step takes in fp64, about."""
+        return self.spent.get(FP32.name, self.step_seconds) * self._step.fp64_slowdown
 
     @property
     def _no_time(self) -> str:

@@ -26,6 +26,7 @@ def compiled(step: Step, budget: Budget) -> Examined:
     if not step.compiles:
         return Examined()
     half = step.format.half
+    budget.expect(0 if half else budget.fp64_seconds)
     eager = _without_dropout(step.as_run())
     noise = max(_difference(eager, _without_dropout(step.exact())), torch.finfo(half or torch.float32).eps / 2)
     difference = _difference(_compiled(step), eager)

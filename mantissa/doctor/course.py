@@ -45,8 +45,8 @@ def steps_to_train(step: Step) -> int:
 def seconds_to_train(step: Step, budget: Budget, trainings: int = 1) -> float:
     """Return how long one step takes in all trainings, about: some in the run's format, and those of the standard."""
     taken = budget.step_seconds
-    if step.format.half is None:  # the reference in fp64 counts twice
-        return taken * (3 + trainings)
+    if step.format.half is None:  # the reference is in fp64
+        return taken * (1 + step.fp64_slowdown + trainings)
     return taken * trainings + budget.spent.get(FP32.name, taken) * (_REPLAYS + 2)  # the exact one, and one that rests
 
 

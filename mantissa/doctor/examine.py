@@ -35,6 +35,7 @@ from mantissa.tensors import (
     innermost,
     random_state,
     set_random_state,
+    synchronise,
     values,
 )
 
@@ -68,11 +69,12 @@ class Report:
 
     def write(self, folder: str | Path, command: str = "mantissa.examine(…)") -> Path:
         """Write the page and its text, ``verdict.json`` and tables as CSV into a folder; return the page's path."""
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        name = torch.cuda.get_device_name() if kind == "cuda" else platform.processor() or platform.machine()
+        device = self.diagnosis.step.device
+        on_gpu = device.type == "cuda"
+        name = torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine()
         record = {
             "command": command,
-            "hardware": {"name": name, "device": kind, "threads": torch.get_num_threads()},
+            "hardware": {"name": name, "device": device.type, "threads": torch.get_num_threads()},
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "git": {},
         }
@@ -238,8 +240,10 @@ def take(step: Step, began: str = "its beginning", backs_off: bool = True) -> Ta
     before = [] if nonfinite else [gradient.clone() for gradient in result.gradients.values()]
 
     # Once more: for its time (what is done for the first time takes longer), and because it must repeat.
+    synchronise(step.device)
     clock = time.monotonic()
     result = replay.run()
+    synchronise(step.device)
     seconds = time.monotonic() - clock
     loss, gradients = result.loss.item(), list(result.gradients.values())
     if _size([one - other for one, other in zip(before, gradients, strict=False)]) > _REPEATED * _size(before):

@@ -68,10 +68,11 @@ class Exponents:
         there = size[size != 0]
         self.zeros += size.numel() - there.numel()
         if there.numel():
-            bins = (torch.frexp(there)[1] - 1).clamp_(LOWEST, HIGHEST).sub_(LOWEST).long()
+            bins = (torch.frexp(there)[1] - 1).clamp_(LOWEST, HIGHEST).sub_(LOWEST).long().cpu()
             self.amax = max(self.amax, there.max().item())
-            self.counts += torch.bincount(bins, minlength=_BINS).cpu()
-            self.squares += torch.bincount(bins, there.double().square(), _BINS).cpu()
+            self.counts += torch.bincount(bins, minlength=_BINS)
+            # On the host: CUDA adds weights up in any order, which deterministic algorithms refuse.
+            self.squares += torch.bincount(bins, there.double().square().cpu(), _BINS)
 
     def lost(self, scale: float) -> float:
         """Return the share of the norm of the elements that become 0 in fp16 at a scale, below half of its least."""

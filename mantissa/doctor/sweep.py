@@ -83,7 +83,7 @@ class FormatTrial:
             return f"{self.name} {self.why}"
         name = f"{self.name} {self.scales[0]:.10g}" if self.scaler else self.name
         lower = f" at {self.scale:.10g}" if self.backed_off else ""
-        loss = f" (loss {self.loss:.4g})" if with_loss and self.status == OK else ""
+        loss = f" (loss {self.loss:.4g})" if with_loss and math.isfinite(self.loss) else ""
         return f"{name} {self.status}{lower}{loss}"
 
 
@@ -116,13 +116,14 @@ def format_sweep(step: Step, budget: Budget, loss: float | None, failed: bool) -
         loss: of the step, if it was taken as the run takes it, and is finite; None: it is taken here.
         failed: whether the run itself ended at this step.
     """
-    # One format after another, the run's last.
-    *others, as_run = _formats(step)
+    # One format after another, the run's last; but for fp64, which takes longest.
+    fp64, *others, as_run = _formats(step)
     trials = [_taken(step, trial, budget, trial.format is plain(FP32)) for trial in others]
     if loss is not None:
         as_run = replace(as_run, status=OK, scale=as_run.scales[0], loss=loss)
     else:
         as_run = _taken(step, as_run, budget, always=True)
+    trials.insert(0, _in_fp64(step, fp64, budget, Sweep((*trials, as_run)).of(plain(FP32))))
 
     # The cause is sought where the step breaks first. Where fp64 breaks, so does fp32, with a dtype that runs have.
     sweep = Sweep((*trials, as_run))
@@ -171,11 +172,21 @@ def _formats(step: Step) -> list[FormatTrial]:
     return formats
 
 
-def _taken(step: Step, trial: FormatTrial, budget: Budget, always: bool) -> FormatTrial:
-    """Return a format's trial as it ended, or as it was left out."""
+def _in_fp64(step: Step, trial: FormatTrial, budget: Budget, fp32: FormatTrial | None) -> FormatTrial:
+    """Return the trial in fp64 as it ended: of a part of the step, where it has no time for all that fp32 can."""
+    seconds, few = budget.fp64_seconds, step.with_microbatches(step.first_samples())
+    share = few.multiplications / step.multiplications
+    if seconds <= budget.left() or share == 1 or fp32 is None or fp32.breaks:
+        return _taken(step, trial, budget, always=False, seconds=seconds)
+    part = _taken(few, replace(trial, name=f"{trial.name} of a part"), budget, always=False, seconds=seconds * share)
+    return replace(part, loss=math.nan)  # of other samples
+
+
+def _taken(step: Step, trial: FormatTrial, budget: Budget, always: bool, seconds: float = 0) -> FormatTrial:
+    """Return a format's trial as it ended, or as it was left out; ``seconds``: that it takes, if that is known."""
 
     def take() -> FormatTrial:
-        budget.expect(steps_in_memory=0 if always else 1 if trial.format else 2)
+        budget.expect(seconds, steps_in_memory=0 if always else 1 if trial.format else 2)
         return trial.take(step)
 
     taken = budget.run(trial.name, take, always)

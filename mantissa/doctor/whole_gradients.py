@@ -30,7 +30,8 @@ _PERTURBATIONS, _OF_LOSS = 2, 8
 
 def whole_gradients(step: Step, budget: Budget) -> Examined:
     """Compare the gradients of the whole step, and its loss, with those of the reference."""
-    budget.expect(steps_in_memory=2)
+    seconds = (1 + _PERTURBATIONS) * budget.fp64_seconds if step.format.half is None else 0
+    budget.expect(seconds, steps_in_memory=2)
     with without_dropout():
         reference = step.exact()
         exact = reference.true_gradients()

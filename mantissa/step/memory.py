@@ -12,7 +12,8 @@ import torch
 def available_bytes(device: torch.device) -> int:
     """Return how much more this process could allocate: what the device, the machine and its own limits leave."""
     if device.type not in ("cpu", "mps"):
-        return torch.accelerator.get_memory_info(device)[0]
+        cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+        return torch.accelerator.get_memory_info(device)[0] + cached  # which torch would give out again
     # Of memory, the machine has this much, and the container or job may take that much.
     left = min([_machines_bytes(), *(limit - used for limit, used in control_groups())])
     # Limits of the process itself, as ulimit sets them.

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mantissa.errors import UsageError
-from mantissa.formats import FP32, Format, plain
+from mantissa.formats import FP32, TF32, Format, plain
+from mantissa.step.flags import flags_of
 from mantissa.step.memory import available_bytes
 from mantissa.step.trace import Op, Trace, user_line
 from mantissa.step.updates import Masters, UpdateMeter
@@ -31,6 +32,9 @@ Gradients = dict[str, Tensor]
 """True gradients of a step by parameter, fp64 and dense, and its loss by an empty name."""
 LEAST_SCALE = 2.0**-10
 """Loss scale below which a skipped step is not tried again."""
+_FAST_FP64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0), (9, 4), (9, 5)}
+"""Compute capabilities of GPUs with half as many units for fp64 as for fp32, by their data sheets: P100, V100, A100,
+H100, B200; MI300, MI350. Others have 1/32 or 1/64."""
 _FEW = 5e9
 """Multiplications up to which a step is examined with all its samples, and not with two of them."""
 _CHANGES = (
@@ -385,6 +389,12 @@ class Step(Protocol):
         return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= capability
 
     @property
+    def fp64_slowdown(self) -> int:
+        """How many times as long fp64 takes as fp32, at most about."""
+        fast = self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) in _FAST_FP64
+        return 2 if fast else 64
+
+    @property
     def scales(self) -> list[float]:
         """The step's loss scale, and those that a dynamic scaler would back off to, the largest first."""
         scales = [self.scale]
@@ -685,21 +695,25 @@ class Replay:
     def around(self) -> Iterator[None]:
         """Return what passes and updates run in: casts of the code left out, or all redirected in a wider reference.
 
-        Autocast that the code enters itself is noted, and is that of the format.
+        Autocast that the code enters itself is noted, and is that of the format, and so are torch's flags of fp32
+        products. Only the step as the run takes it has what the run has.
         """
         enter, half, kind = torch.autocast.__enter__, self.format.half, self.step.device.type
+        as_written = self._as_run and self.format is self.step.written_in
 
         def enter_other(autocast: Any) -> Any:
             if not autocast._enabled or autocast.device != kind:
                 return enter(autocast)
             if self._in_loss:
                 self.own_autocast = self.own_autocast or autocast.fast_dtype
-            if self._as_run and self.format is self.step.written_in:
+            if as_written:
                 return enter(autocast)
             with patch.multiple(autocast, _enabled=half is not None, fast_dtype=half or autocast.fast_dtype):
                 return enter(autocast)
 
         with ExitStack() as contexts:
+            if not as_written or self.format.number is TF32:  # which the flags alone make what it is
+                contexts.enter_context(flags_of(self.format.number))
             contexts.enter_context(patch.object(torch.autocast, "__enter__", enter_other))
             if self.step.uncast:
                 contexts.enter_context(Trace(None, run=self._uncast))

@@ -213,7 +213,8 @@ class Meters:
         """Return a function that reads the measurement, once the device is done with it."""
         self.close()
         device = next(self._model.parameters()).device
-        mean = torch.stack([loss.real.float().to(device) for loss in losses] or [torch.tensor(math.nan)]).mean()
+        known = [loss.real.float().to(device) for loss in losses]
+        mean = torch.stack(known).mean() if known else torch.full((), math.nan, device=device)
         # All numbers go to the host in one copy, which nobody waits for.
         outputs = [sizes for _, sizes in self._outputs.values()]
         parts = [numbers.to(device).flatten() for numbers in (mean, *outputs, self._rows, self._counts)]

@@ -384,19 +384,32 @@ def flags_differ(kind: str, model: nn.Module, format: Format | None) -> list[str
     """Return where the flags of a kind of device are not those of a format that multiplies fp32 numbers."""
     differences = []
     if format and not format.half and (kind == "cuda" or format.number is not TF32):
-        wanted = ("tf32",) if format.number is TF32 else ("ieee", "none")
+        tf32 = format.number is TF32
+        wanted = ("tf32",) if tf32 else ("ieee", "none")
         for name, value in fp32_flags(kind).items():
             there = any(isinstance(module, _KINDS[name.partition(".")[2]]) for module in model.modules())
             if there and value not in wanted:
-                cure = f"set torch.backends.{name}.fp32_precision = '{wanted[0]}'"
                 asked = f"precision={format.name} has fp32 products in {value} ({name})"
-                differences.append(f"{asked}: {cure}.")
-    try:
-        _ = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    except RuntimeError:
-        contradict = "The flags allow_tf32 and fp32_precision contradict each other, an error where torch reads them"
-        differences.append(f"{contradict}: set one.")
+                differences.append(f"{asked}: set {_setting(name, tf32)}.")
+    for name, library in (("cuda.matmul", torch.backends.cuda.matmul), ("cudnn.conv", torch.backends.cudnn)):
+        try:
+            _ = library.allow_tf32
+        except RuntimeError:
+            tf32 = format.number is TF32 if format and not format.half else fp32_flags("cuda")[name] == "tf32"
+            both = f"allow_tf32 and fp32_precision of {name.removesuffix('.conv')}"
+            contradict = f"The flags {both} contradict each other, an error where torch reads them"
+            differences.append(f"{contradict}: set {_setting(name, tf32)}.")
     return differences
+
+
+def _setting(name: str, tf32: bool) -> str:
+    """Return what to set for fp32 products in TF32 or IEEE: the older flags, too, so that none contradicts another."""
+    if name == "cuda.matmul":
+        return f"torch.backends.cuda.matmul.allow_tf32 = {tf32}"
+    value = "tf32" if tf32 else "ieee"
+    if name.startswith("cudnn"):  # the older flag is for all of cuDNN, and lets the newer ones inherit
+        return f"torch.backends.cudnn.fp32_precision = '{value}'; torch.backends.cudnn.allow_tf32 = {tf32}"
+    return f"torch.backends.{name}.fp32_precision = '{value}'"
 
 
 def _fp32_arithmetic(first: FirstStep, format: Format | None) -> Aspect:

@@ -29,7 +29,7 @@ from trainer.run.signals import CLEARED
 BIGNET = "recipe=bignet recipe.layers=2 recipe.width=8 batch_size=4 data.samples=64 eval_samples=4 tracking=local"
 TRAIN = r"""
 # choices and keys
-- | precision=bf61 | precision=bf61 is not a choice (bf16, bf16_master, … ; set precision=bf16
+- | precision=bf61 | precision=bf61 is not a choice (auto, bf16, bf16_master, … ; set precision=bf16
 - | precision=null | precision=null is not a choice
 - | presicion=bf16 | presicion is not a key
 - | recipe.sise=mini | ; set recipe.size=mini

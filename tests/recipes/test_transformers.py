@@ -57,10 +57,10 @@ def test_published_sizes_have_their_parameters(
 @pytest.mark.parametrize(
     ("recipe", "on_cpu", "on_gpu"),
     [
-        ("gpt2", ("mini", 256, (200, 16, 16)), ("124M", 1024, (2000, 480, 16))),
-        ("llama", ("nano", 64, (200, 16, 16)), ("1B", 8192, (500, 8, 1))),
-        ("bert", ("nano", 64, (1500, 32, 32)), ("base", 512, (2000, 256, 32))),
-        ("t5", ("nano", 64, (500, 32, 32)), ("small", 512, (2000, 32, 32))),
+        ("gpt2", ("mini", 256, (200, 16, 16)), ("124M", 1024, (300, 32, 32))),
+        ("llama", ("nano", 64, (200, 16, 16)), ("1B", 8192, (200, 8, 1))),
+        ("bert", ("nano", 64, (1500, 32, 32)), ("base", 512, (500, 32, 32))),
+        ("t5", ("nano", 64, (500, 32, 32)), ("small", 512, (500, 32, 32))),
     ],
 )
 def test_auto_is_small_on_a_cpu_and_published_on_a_gpu(

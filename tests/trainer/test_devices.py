@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
 from mantissa.step.memory import available_bytes
+from mantissa.tensors import synchronise
 from trainer.data.loader import Batches, PinnedLoader
 from trainer.errors import UserError
 from trainer.hardware import (
@@ -27,7 +30,6 @@ from trainer.hardware import (
     reserved_memory_bytes,
     reset_peak_memory,
     select,
-    synchronise,
 )
 from trainer.parallel.wrap import DDP
 from trainer.profiling.profiler import new_profile
@@ -72,6 +74,8 @@ def fake(kind: DeviceKind, monkeypatch: pytest.MonkeyPatch) -> Accelerator:
         "get_memory_info": here.note("get_memory_info", (5, 9)),
         "max_memory_allocated": here.note("max_memory_allocated", 7),
         "max_memory_reserved": here.note("max_memory_reserved", 8),
+        "memory_reserved": here.note("memory_reserved", 4),
+        "memory_allocated": here.note("memory_allocated", 3),
         **{name: here.note(name) for name in ("set_device_index", "synchronize", "reset_peak_memory_stats")},
     }
     for name, value in replaced.items():
@@ -108,14 +112,73 @@ def test_what_is_not_here_is_refused_in_one_sentence(kind: DeviceKind) -> None:
             detect(device)
 
 
+@pytest.fixture
+def beside_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An NVIDIA GPU that the driver sees, and torch, built for CUDA 13.2, does not."""
+    words = "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver."
+
+    def init() -> None:
+        raise RuntimeError(words)
+
+    for where, name, value in (
+        (torch.version, "hip", None),
+        (torch.version, "cuda", "13.2"),
+        (torch.cuda, "is_available", lambda: False),
+        (torch.cuda, "device_count", lambda: 1),
+        (torch.cuda, "init", init),
+        (torch.accelerator, "current_accelerator", lambda check_available=False: None),
+        (pynvml, "nvmlInit", lambda: None),
+        (pynvml, "nvmlSystemGetDriverVersion", lambda: "550.54.15"),
+    ):
+        monkeypatch.setattr(where, name, value)
+
+
+@pytest.mark.usefixtures("beside_a_driver")
+def test_a_gpu_that_torch_cannot_use_is_not_passed_over_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    for device in ("auto", "cuda", "cuda:0"):
+        with pytest.raises(UserError, match=r"too old .found version 12040.*550\.54\.15.*13\.2.*580.*device=cpu"):
+            detect(device)
+    assert detect("cpu").kind is CPU
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # CUDA_VISIBLE_DEVICES= hides it
+    assert detect("auto").kind is CPU
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.version, "cuda", None)  # a build for CPUs
+    assert detect("auto").kind is CPU
+
+
+@pytest.mark.parametrize(
+    ("built", "runs"),
+    [
+        ("sm_75 sm_80 sm_90", True),
+        ("sm_75 sm_80 sm_100 sm_120", False),
+        ("sm_93 sm_90a", True),
+        ("sm_95", False),
+        ("sm_80 compute_80", True),
+        ("compute_100", False),
+        ("compute_80a", False),
+        ("", True),
+    ],
+)
+@pytest.mark.parametrize("kind", [CUDA], ids=["CUDA"])
+@pytest.mark.usefixtures("fake")
+def test_a_gpu_without_code_in_this_build_of_torch_is_refused(
+    built: str, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has capability 9.4: kernels of 9.0 to 9.4 run on it, and PTX of any earlier one."""
+    monkeypatch.setattr(torch.cuda, "get_arch_list", built.split)
+    with nullcontext() if runs else pytest.raises(UserError, match=r"made up has .* 9\.4.*device=cpu"):
+        assert detect("cuda").capability == (9, 4)
+
+
 @every_kind
 def test_memory_and_the_queue_are_the_devices(kind: DeviceKind, fake: Accelerator) -> None:
     device = detect(kind.type).device
     reset_peak_memory(device)
     peak, reserved, left = peak_memory_bytes(device), reserved_memory_bytes(device), available_bytes(device)
-    names = ["reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved", "get_memory_info"]
+    names = ["reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved"]
+    names += ["memory_reserved", "memory_allocated", "get_memory_info"]  # what torch caches is free for its own tensors
     assert fake.taken() == ([(name, device) for name in names] if kind in GPUS else [])
-    assert ((peak, reserved, left) == (7, 8, 5)) == (kind in GPUS)
+    assert ((peak, reserved, left) == (7, 8, 6)) == (kind in GPUS)
     select(device)
     synchronise(device)
     expected = [("set_device_index", device), ("synchronize", device)]

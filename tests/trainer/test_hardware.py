@@ -33,6 +33,8 @@ def made_up(device: str, capability: tuple[int, int] | None = None, *flags: str)
         (made_up("cuda", (8, 9)), "nnnnee"),
         (made_up("cuda", (9, 0)), "nnnnee"),
         (made_up("cuda", (10, 0)), "nnnnne"),
+        (made_up("cuda", (10, 3)), "nnnnne"),
+        (made_up("cuda", (12, 0)), "nnnnee"),
         (made_up("cpu"), "-eeeee"),
         (made_up("cpu", None, "amx_bf16"), "-neeee"),
         (made_up("cpu", None, "avx512_bf16"), "-neeee"),

@@ -10,10 +10,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer.config.explain import PRETRAINED, meant
 from trainer.config.init_from import adopt
-from trainer.config.registration import by_key, check, key_of, name_of_composed
+from trainer.config.registration import by_key, check, key_of, name_of_composed, precision_of
 from trainer.config.schema import Config
+from trainer.config.settle import KEPT
 from trainer.config.text import unquoted
-from trainer.recipe import Recipe
+from trainer.recipe import Decision, Recipe
 
 
 def build(
@@ -42,6 +43,11 @@ def build(
     if PRETRAINED in overridden:
         value = overridden[PRETRAINED]
         raise meant("pretrained", unquoted(value), f"{PRETRAINED} cannot be typed", f"{PRETRAINED}={value}")
+    # The precision of auto, which names the run, and by which all else is checked; a run that is continued has its own.
+    mode, why = precision_of(composed)
+    if why and "resume" in recorded:
+        mode, why = recorded["precision.mode"], KEPT
+    composed.precision.mode = mode
     # The weights that it starts from, and the options that they depend on.
     typed = frozenset({*overridden, *recorded})
     source, options = adopt(composed, typed, name_of_composed(composed))
@@ -55,4 +61,5 @@ def build(
     kept = tuple(each for each in overrides if not key_of(each).startswith(("-", "hydra")))
     if data := [each for each in kept if key_of(each) == "data" or key_of(each).startswith("data.")]:
         components["recipe"].check_reads(components["data"], data)
-    return Config(**components, source=source, typed=typed, overrides=kept)
+    decided = (Decision("precision", mode, why),) if why else ()
+    return Config(**components, source=source, typed=typed, overrides=kept, decided=decided)

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mantissa.formats import BF16, FP32
+from mantissa.formats import FP32
 from trainer.config.command_line import as_typed
 from trainer.config.compose import mended
 from trainer.config.registration import key_of
 from trainer.config.schema import Config
 from trainer.config.typed import launcher, overrides_of
 from trainer.files import command, run_facts
+from trainer.hardware import detect
 from trainer.run_folder import RunFolder
 
 _NOT_COMPARED = ("seed", "run_name", "parallel", "checkpoint", "profiler", "tags", "note")
@@ -35,7 +36,7 @@ def new_run_command(folder: Path, changed: Sequence[str] = ()) -> str:
 
 
 def compare_command(folder: Path, config: Config) -> str:
-    """Return the command line that compares the run in ``folder`` with fp32, or one in fp32 with bf16.
+    """Return the command line that compares the run in ``folder`` with fp32, or one in fp32 with 16 bits.
 
     Empty where it has no steps to be timed, or where it is not known how the run was started.
     """
@@ -44,7 +45,7 @@ def compare_command(folder: Path, config: Config) -> str:
         return ""
     mode, group = config.precision.mode, lambda each: key_of(each).partition(".")[0]
     own = [each for each in typed if group(each) in ("precision", "scaler") and key_of(each) != "precision"]
-    arms = dict.fromkeys([FP32.name, BF16.name if mode == FP32.name else mode])
+    arms = dict.fromkeys([FP32.name, detect(config.device).half.name if mode == FP32.name else mode])
     alike = [name for name in arms if name != mode or not own]
     text = [f"arm.{mode}={' '.join([f'precision={mode}', *own])}"] if own else []
     common = [each for each in typed if group(each) not in ("precision", "scaler", *_NOT_COMPARED)]

@@ -131,7 +131,15 @@ def check(composed: DictConfig) -> None:
 def name_of_composed(composed: DictConfig) -> str:
     """Return the name of the run that Hydra composed."""
     name: str = OmegaConf.get_type(composed.recipe).name  # type: ignore[union-attr]
-    return composed.run_name or default_name(name, composed.precision.mode, composed.seed)
+    return composed.run_name or default_name(name, precision_of(composed)[0], composed.seed)
+
+
+def precision_of(composed: DictConfig) -> tuple[str, str]:
+    """Return the precision of the run that Hydra composed, and why it is that one; it was typed: no reason."""
+    from trainer.hardware import detect  # it imports torch
+    from trainer.precision.modes import AUTO, automatic
+
+    return automatic(detect(composed.device)) if composed.precision.mode == AUTO else (composed.precision.mode, "")
 
 
 def key_of(override: str) -> str:

@@ -4,10 +4,10 @@
    commands call it to find mistakes before they begin any work.
 2. ``settle``: what the open data and the memory decide.
 
-In each of them a group gives its own ``auto`` a value by its method ``resolve``. Two things are outside: the device is
-chosen before the processes know each other, and the kernels of 16-bit operands once the model is built. What is
-recorded as ``auto`` is a rule rather than a value: the warm-up is a twentieth of the steps, for example, and a longer
-run has a longer one.
+In each of them a group gives its own ``auto`` a value by its method ``resolve``. Three things are outside: the
+precision, which names the run, is chosen as the config is built; the device before the processes know each other; and
+the kernels of 16-bit operands once the model is built. What is recorded as ``auto`` is a rule rather than a value: the
+warm-up is a twentieth of the steps, for example, and a longer run has a longer one.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from trainer.profiling.profiler import TorchProfiler
 from trainer.recipe import Context, Decision, Sizes
 
 MICRO = "micro_batch_size"
+KEPT = "as at the start of the run"
+"""Why an ``auto`` is what it is in a run that is continued."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,11 @@ def plan_of(
         UserError: a precision this hardware lacks, a batch that does not divide, data the recipe cannot use.
     """
     world = world or World()
+    # The precision of auto, which a run that is continued keeps, wherever that is.
+    of_precision = config.decided
+    if of_precision and (mode := recorded.get("precision.mode", config.precision.mode)) != config.precision.mode:
+        config = replace(config, precision=replace(config.precision, mode=mode))
+        of_precision = (Decision("precision", mode, KEPT),)
     # The weights that it starts from: their options, and a lower learning rate.
     config, of_weights = _from_weights(config, recorded)
     # The hardware: which model, and for how long the recipe trains it in which batches.
@@ -169,7 +176,7 @@ def plan_of(
         eval_every=epoch if every == EPOCH else Fraction(every),
         save_every=tenth if by_epochs else None,
         decisions=(
-            *(*of_weights, *of_recipe, *of_augment),
+            *(*of_precision, *of_weights, *of_recipe, *of_augment),
             *(*of_steps, *of_batch, *of_microbatch, *of_every, *of_samples),
         ),
         recorded=recorded,
@@ -294,8 +301,8 @@ def _microbatch(
     before = recorded.get(MICRO)
     fits = isinstance(before, int) and before > 0 and before % least == 0 and batch_size % (before * ranks) == 0
     if fits and before != fitting:
-        return Decision(MICRO, before, "as at the start of the run")
-    why = why if fitting == sizes.micro_batch_size else f"{why}, lowered to divide the batch"
+        return Decision(MICRO, before, KEPT)
+    why = why if fitting == most else f"{why}, lowered to divide the batch"
     return Decision(MICRO, fitting, why)
 
 

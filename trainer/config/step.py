@@ -20,7 +20,7 @@ from trainer.parallel.wrap import Parallel
 from trainer.precision import kernels
 from trainer.precision.modes import Precision, allow_cudnn_attention
 from trainer.precision.scaler import Scaler
-from trainer.recipe import NO_OPTION, Augment, DataSource, Recipe
+from trainer.recipe import NO_OPTION, Augment, DataSource, Decision, Recipe
 
 _AUTO_FIELDS = ("steps", "batch_size", "micro_batch_size", "eval_every", "eval_samples")
 EPOCH = "epoch"
@@ -91,6 +91,8 @@ class StepConfig:
     save_pretrained folder, published weights of image classifiers by name (DEFAULT), or a file of another program."""
     typed: frozenset[str] = field(default=frozenset(), metadata=NO_OPTION)
     """The keys that the user has set, or that the config was composed on; others have a default."""
+    decided: tuple[Decision, ...] = field(default=(), metadata=NO_OPTION)
+    """What was chosen when it was built: the precision that ``auto`` is here."""
     overrides: tuple[str, ...] = field(default=(), metadata=NO_OPTION)
     """The command line, as typed, without what is Hydra's own."""
 

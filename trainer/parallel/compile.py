@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
+import sysconfig
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -37,12 +40,13 @@ class Compile:
             round_as_eager: likewise.
 
         Raises:
-            UserError: on a CPU without a C++ compiler, which torch.compile needs there.
+            UserError: without a C++ compiler on a CPU, or a C compiler and Python's headers on CUDA.
         """
         if self.mode == "off":
             return
-        if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-            raise UserError(f"compile={self.mode} on a CPU needs a C++ compiler (apt install g++)", "compile=off")
+        if lacking := missing(device):
+            on = "CPU" if device.type == "cpu" else "GPU"
+            raise UserError(f"compile={self.mode} on a {on} needs {lacking}", "compile=off")
         from torch._dynamo import config
 
         from mantissa.step.compile import compile_in_place
@@ -61,3 +65,23 @@ class Compile:
         For batches of other sizes than training has: torch would compile a second graph, for any size.
         """
         return nullcontext() if self.mode == "off" else torch.compiler.set_stance("eager_on_recompile")
+
+
+def missing(device: torch.device) -> str:
+    """Return what torch.compile needs on a device and this machine lacks, with the package that has it; empty: nothing.
+
+    On CUDA and ROCm that is what Triton builds its part that calls the driver with (its runtime/build.py).
+    """
+    if device.type == "cpu":
+        return "" if any(map(shutil.which, ("c++", "g++", "clang++"))) else "a C++ compiler (apt install g++)"
+    if device.type != "cuda":
+        return ""
+    lacking = []
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        lacking.append("a C compiler (apt install gcc)")
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Debian's own, as Triton has it
+    headers = sysconfig.get_paths(scheme)["include"]
+    if not os.path.exists(os.path.join(headers, "Python.h")):
+        package = "python{}.{}-dev".format(*sys.version_info)
+        lacking.append(f"Python.h in {headers} (apt install {package})")
+    return " and ".join(lacking)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -17,8 +16,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from mantissa.errors import FormatError, UsageError
-from mantissa.formats import FORMATS, FP8, FP32, TF32, Format
+from mantissa.formats import BF16, FORMATS, FP8, FP32, TF32, Format
 from mantissa.step import operators
+from mantissa.step.flags import set_flags
 from mantissa.step.islands import cast_inputs, keep_fp32, with_fp32_statistics
 from trainer.errors import UserError, check_choice
 from trainer.hardware import NATIVE, UNAVAILABLE, Hardware, detect
@@ -33,6 +33,8 @@ SILENT = {
 }
 """Environment variables with which a format is another one, each with the values that make it so."""
 _PRODUCTS = ("linear", "addmm", "mm")  # of linear layers, and inside of scaled ones
+AUTO = "auto"
+"""The mode that is another one once it is known what trains, see ``automatic``."""
 SCALINGS = ("tensorwise", "rowwise")
 """Of fp8: one scale for a tensor (fastest), or one for each row (more exact)."""
 
@@ -114,7 +116,14 @@ class Precision:
                 f"precision={self.mode} is not available on {hardware.name} ({hardware.kind.name}); {self.mode} "
                 f"needs an NVIDIA GPU of compute capability {capability} or later",
                 "precision=fp32",
-                "precision=bf16",
+                f"precision={hardware.half.name}",
+            )
+        if self.half is BF16.dtype and hardware.half is not BF16:
+            raise UserError(
+                f"precision={self.mode} computes in bf16, for which {hardware.name} has no instructions (compute "
+                "capability 8.0 and later have): torch emulates them, and does not compile such a model",
+                "precision=fp16",
+                "precision=fp32",
             )
         if number.scaled and scaled.ARITHMETIC[number].by_torchao and not _has_torchao():
             raise UserError(
@@ -131,24 +140,8 @@ class Precision:
                 )
 
     def apply(self) -> None:
-        """Set every backend's fp32 mode for this process.
-
-        One flag is not enough: ``torch.set_float32_matmul_precision("highest")`` leaves cuDNN in TF32.
-        """
-        tf32 = self.format.number is TF32
-        fp32 = "tf32" if tf32 else "ieee"
-        with warnings.catch_warnings():
-            # The older flags are deprecated, but torch.compile's kernel templates read them, and torch raises
-            # where they disagree with the newer ones.
-            warnings.simplefilter("ignore")
-            torch.backends.cuda.matmul.allow_tf32 = tf32
-            torch.backends.cudnn.allow_tf32 = tf32
-        backends: Any = torch.backends
-        cudnn, mkldnn = backends.cudnn, backends.mkldnn
-        for backend in (backends, backends.cuda.matmul, cudnn, cudnn.conv, cudnn.rnn):
-            backend.fp32_precision = fp32
-        for backend in (mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn):
-            backend.fp32_precision = "ieee"
+        """Set every backend's fp32 mode for this process, and let products of 16-bit numbers be rounded once."""
+        set_flags(self.format.number)
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return a fresh autocast context for one forward pass and its loss.
@@ -267,6 +260,16 @@ class Precision:
         except FormatError as error:
             raise UserError(f"{option}: {error}") from None
         return sorted(kept)
+
+
+def automatic(hardware: Hardware) -> tuple[str, str]:
+    """Return the mode that ``precision=auto`` is on a device, and why: by an NVIDIA GPU's compute capability alone."""
+    if hardware.capability is None:
+        return FP32.name, f"on {hardware.kind.words}; 16 bits are chosen on NVIDIA GPUs alone"
+    of = f"compute capability {'.'.join(map(str, hardware.capability))}"
+    if hardware.support(hardware.half.name) != NATIVE:
+        return FP32.name, f"{of} has no 16-bit instructions"
+    return hardware.half.name, f"{of} has {hardware.half.name} instructions"
 
 
 def _has_torchao() -> bool:

@@ -106,7 +106,11 @@ def _hadamard(device: torch.device) -> Tensor:
     """Return the transform: an orthogonal matrix of 16 × 16, whose rows have random signs.
 
     An element of Hadamard's matrix is negative where row and column have an odd number of bits in common. A tensor is
-    not kept: the first one may be a fake one, of the memory forecast.
+    not kept: the first one may be a fake one, of the memory forecast. It is made on the device: for a copy from the
+    host, that would wait.
     """
-    signs = [[(row & column).bit_count() + (_SIGNS >> row) for column in range(BLOCK)] for row in range(BLOCK)]
-    return (1 - 2 * (torch.tensor(signs, device=device) & 1)) / math.sqrt(BLOCK)
+    rows = torch.arange(BLOCK, device=device)
+    common = rows[:, None] & rows
+    common = common ^ common >> 2
+    signs = (common ^ common >> 1) + (torch.full_like(rows, _SIGNS) >> rows)[:, None]
+    return (1 - 2 * (signs & 1)) / math.sqrt(BLOCK)

@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mantissa.formats import FP8, MXFP8, NVFP4, Number, scaled_number
-from trainer.errors import UserError
+from trainer.errors import UserError, first_line
 from trainer.precision import nvfp4
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -78,11 +79,15 @@ def _fp8(scaling: str, native: bool) -> Product:
 
 
 def _mxfp8(scaling: str, native: bool) -> Product:
-    from torchao.prototype.moe_training.mxfp8_linear import (
-        KernelPreference,
-        ScaleCalculationMode,
-        _to_mxfp8_then_scaled_mm,
-    )
+    try:
+        from torchao.prototype.moe_training.mxfp8_linear import (
+            KernelPreference,
+            ScaleCalculationMode,
+            _to_mxfp8_then_scaled_mm,
+        )
+    except ValueError as error:  # torchao 0.18 beside Triton 3.9, which refuses one of its kernels where there is a GPU
+        problem = f"precision=mxfp8: torchao {version('torchao')} and triton {version('triton')} do not fit each other"
+        raise UserError(f"{problem} ({first_line(error)}); install another torchao", "precision=fp8") from error
 
     kernel = KernelPreference.AUTO if native else KernelPreference.EMULATED
 

@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 import torch
 
 from mantissa.step.ledger import Ledger, MemoryLedger
+from mantissa.tensors import synchronise
 from trainer.errors import check_number
-from trainer.hardware import kind_of, synchronise
+from trainer.hardware import kind_of
 
 log = logging.getLogger("mantissa")
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -15,10 +13,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from mantissa.formats import FP8, NUMBERS, TF32, Number
+from mantissa.formats import FP8, NUMBERS, Number
+from mantissa.step.flags import flags_of
 from mantissa.step.memory import available_bytes
 from trainer.cache import cached
-from trainer.hardware import CUDA, NATIVE, UNAVAILABLE, Hardware
+from trainer.hardware import CUDA, NATIVE, UNAVAILABLE, Hardware, driver_version
 from trainer.precision import kernels
 
 _SMALLEST, _LARGEST = 128, 8192
@@ -63,7 +62,7 @@ def measure(number: Number, device: torch.device) -> float:
     """
     size, largest, before = _SMALLEST, _largest(device), 0.0
     off = torch.autocast(device.type, enabled=False)
-    with unset_fake_temporarily(), torch.no_grad(), off, _fp32_matmuls(number, device):
+    with unset_fake_temporarily(), torch.no_grad(), off, flags_of(number):
         while True:
             matmuls = _matmuls(number, device, size)
             flop = 2.0 * size**3 * len(matmuls)
@@ -115,32 +114,11 @@ def _largest(device: torch.device) -> int:
     return size
 
 
-@contextmanager
-def _fp32_matmuls(number: Number, device: torch.device) -> Iterator[None]:
-    """Multiply fp32 matrices as fp32 or tf32 does, whatever the precision of the process is."""
-    on_gpu = device.type == CUDA.type
-    backend: Any = torch.backends.cuda.matmul if on_gpu else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = backend.fp32_precision
-
-    def choose(value: str) -> None:
-        if on_gpu:  # torch raises where the older flag disagrees
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                backend.allow_tf32 = value == TF32.name
-        backend.fp32_precision = value
-
-    try:
-        choose("tf32" if number is TF32 else "ieee")
-        yield
-    finally:
-        choose(before)
-
-
 def _of(hardware: Hardware, name: str) -> dict[str, Any]:
     """Return what the rate of a format depends on."""
     return hardware.facts() | {
         "format": name,
         "arithmetic": "fp32" if kernels.in_use(NUMBERS[name].dtype) else "own",
-        "driver": torch._C._cuda_getDriverVersion() if hardware.kind is CUDA else None,  # type: ignore[attr-defined]
+        "driver": driver_version() if hardware.kind is CUDA else None,
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }

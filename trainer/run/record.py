@@ -57,7 +57,8 @@ def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:
     # What was set in this process, and what became of the model's weights.
     manifest = manifest_of(precision, hardware, trainer.fp32_modules)
     effective = manifest["effective"]
-    rates = partial(matmul_rates, hardware, tuple(dict.fromkeys(("fp32", name))))
+    formats = ["fp32", name] + [hardware.half.name] * hardware.kind.nvidia  # of which a run in fp32 is told
+    rates = partial(matmul_rates, hardware, tuple(dict.fromkeys(formats)))
     effective["matmul_tflops"] = trainer.world.run_on_main(rates)
     effective |= dtypes_in_use(trainer.model, trainer.optimizer)
     if precision.fp32_ops:

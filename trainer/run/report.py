@@ -25,7 +25,9 @@ from trainer.files import BEST, PRECISION_FILE, command, read_object, run_facts
 from trainer.hardware import NATIVE, Hardware
 from trainer.optim.ema import ExponentialMovingAverage
 from trainer.optim.groups import LR_FACTOR
+from trainer.parallel.compile import missing
 from trainer.precision.manifest import warning_if_slow
+from trainer.precision.modes import automatic
 from trainer.recipe import Decision, UserRecipe
 from trainer.run.summary import rate_in_short, scores_in_short, summary_lines
 from trainer.run_folder import RunFolder
@@ -65,6 +67,8 @@ def show_start(
         said = {"micro_batch_size"} if batching.accumulation == batching.ranks == 1 else {}  # by batch_size
         short = [f"{key.rpartition('.')[2]}={value}" for key, (value, _) in chosen.items() if key not in said]
         rows.append(("auto", Text(f"{' '.join(short)}   (--why)", "dim")))
+    if faster := _faster(trainer, manifest["effective"]["matmul_tflops"]):
+        rows.append(("faster", Text(faster, "dim")))
     terminal.note(_identity(trainer.hardware, trainer.world.size), "dim")
     terminal.block(title(folder, trainer.step), rows)
     if config.why:
@@ -157,6 +161,19 @@ def _precision(trainer: Trainer, effective: dict[str, Any]) -> Text:
     return text
 
 
+def _faster(trainer: Trainer, rates: dict[str, float]) -> str:
+    """Return what a run in fp32 without torch.compile leaves unused of an NVIDIA GPU, and what to type; empty: nothing.
+
+    ``rates``: measured, of matmuls, see ``matmul_rates``.
+    """
+    config, half = trainer.config, automatic(trainer.hardware)[0]
+    ratio = rates.get(half, math.nan) / rates.get(FP32.name, math.nan)
+    if config.precision.mode != FP32.name or config.compile.mode != "off" or not ratio > 1:
+        return ""
+    off, compiled = ("", "") if missing(trainer.device) else (", torch.compile is off", " compile=default")
+    return f"{half} matmuls are {about(ratio)}x as fast here{off}: precision=auto{compiled}"
+
+
 def _optimizer(trainer: Trainer) -> str:
     """Return its name, learning rate and schedule, the clipping, and what is not the default."""
     config = trainer.config
@@ -182,6 +199,12 @@ def warnings(trainer: Trainer, folder: Path) -> list[str]:
         sentences.append(f"output_dir={trainer.config.output_dir} has no effect: the run continues in {folder}")
     if not trainer.config.checkpoint.enabled and trainer.config.checkpoint.every != "auto":
         sentences.append(f"checkpoint.every={trainer.config.checkpoint.every} has no effect with checkpoint=none")
+    precision, compiled = trainer.config.precision, trainer.config.compile.mode != "off"
+    if precision.format.number.scaled and trainer.hardware.is_gpu and not compiled:
+        sentences.append(
+            f"precision={precision.mode} without torch.compile scales and rounds in kernels of their own, so a step "
+            "may well take longer than in bf16, however fast the matmuls are; set compile=default"
+        )
     if stretched := _stretched(trainer):
         sentences.append(stretched)
     samples, patience = len(trainer.datasets.train), trainer.config.early_stopping.patience

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from mantissa.display import columns, loss, quantity, size
 from trainer.config.command_line import CommandLine
 from trainer.config.compose import prepare
-from trainer.config.registration import CONF, by_key, name_of_composed
+from trainer.config.registration import CONF, by_key, name_of_composed, precision_of
 from trainer.errors import RunError, UserError
 from trainer.files import SAME
 from trainer.terminal import WIDTH
@@ -192,6 +192,8 @@ class Sweep:
         """
         typed = by_key(overrides)
         values = {key: typed[key] for key in self.keys if key in typed}
+        if values.get("precision") == "auto":
+            values["precision"], _ = precision_of(composed)
         if self.keys:
             composed.run_name = name_of(name_of_composed(composed), values, composed.run_name is not None)
             composed.resume = composed.resume or SAME

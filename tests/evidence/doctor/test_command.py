@@ -203,7 +203,7 @@ def test_what_there_is_no_time_for_is_named(finished: Path, monkeypatch: pytest.
     [(Overrides(Optimizer(), None), "time_budget=140s"), (Remedies(), "time_budget_s=140, or --time-budget 140s")],
 )
 def test_what_takes_too_long_says_how_much_time_to_give(remedies: Remedies, advice: str) -> None:
-    step: Any = SimpleNamespace(free_bytes=lambda: 1, remedies=remedies)
+    step: Any = SimpleNamespace(free_bytes=lambda: 1, remedies=remedies, device=torch.device("cpu"))
     parts = budget.Budget(60, step)
     parts.run("divergence", lambda: parts.expect(seconds=80))
     assert parts.left_out == [f"divergence (it takes about 80 s; set {advice})"]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from evidence.doctor.step import step_of as step_of_trainer
 from mantissa.doctor.dtypes import explicit_casts
-from mantissa.formats import FORMATS
+from mantissa.formats import FORMATS, TF32
+from mantissa.step.flags import flags_of
 from mantissa.step.loop import LoopStep
 from mantissa.step.step import Replay, Step
 from mantissa.step.trace import BACKWARD, FORWARD, Op, Trace
@@ -72,6 +73,21 @@ def test_training_continues_from_a_case_as_the_run_does() -> None:
     record = trainer.train_step(microbatches)
     assert other.train([microbatches]) == [record.loss.item()]
     assert same_bits(trainer.model.state_dict(), other.model.state_dict())
+
+
+def test_a_run_keeps_its_fp32_products_where_its_reference_has_others() -> None:
+    """A trainer sets torch's flags in the whole process, and a reference is built by one."""
+    step, seen = step_of_trainer(trainer_of(*TINY["bignet"])), list[str]()
+
+    def taken(replay: Replay) -> str:
+        matmul = torch.backends.cuda.matmul
+        replay.model.register_forward_pre_hook(lambda *_: seen.append(matmul.fp32_precision))
+        replay.run()
+        return seen[-1]
+
+    with flags_of(TF32):  # a run's, on a GPU
+        run, reference = step.as_run(), step.exact()
+        assert (taken(run), taken(reference), taken(run)) == ("tf32", "ieee", "tf32")
 
 
 class Casts(nn.Module):

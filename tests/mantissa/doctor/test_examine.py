@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,15 @@ from torch.utils.checkpoint import checkpoint
 import mantissa
 from mantissa import UsageError
 from mantissa.__main__ import main
+from mantissa.doctor import budget, examine
+from mantissa.doctor.budget import Budget
 from mantissa.doctor.checks import COMPILES, HALF_WEIGHTS, TABLE
 from mantissa.doctor.diagnosis import HEALTHY, INCOMPLETE
 from mantissa.doctor.finding import DTYPE, ERROR, INPUT, LOST, MOMENT, OVERFLOW, RATE
 from mantissa.doctor.sweep import RAISES, FormatTrial
 from mantissa.formats import FORMATS
 from mantissa.step.loop import LoopStep
+from mantissa.step.step import Replay, ReplayResult, Step
 from mantissa.tensors import random_state
 from tests.mantissa.bits import same_bits
 from tests.mantissa.doctor.faults import Batch, Own, adam, error, regression, with_value
@@ -353,6 +357,101 @@ def test_what_does_not_fit_beside_a_step_is_left_out(monkeypatch: pytest.MonkeyP
         *("fp64", "modules", "whole gradients")
     ]
     assert report.verdict == "INCOMPLETE"
+
+
+def test_a_step_takes_until_its_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a simulated clock: passes are queued at once, and run when the host waits for them."""
+    now, queued, run = 0.0, 0.0, Replay.run
+
+    def queue(replay: Replay, *given: Any) -> ReplayResult:
+        nonlocal queued
+        queued += 7.0
+        return run(replay, *given)
+
+    def wait(device: torch.device) -> None:
+        nonlocal now, queued
+        now, queued = now + queued, 0.0
+
+    monkeypatch.setattr(Replay, "run", queue)
+    for module in (budget, examine):
+        monkeypatch.setattr(module, "synchronise", wait)
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    step = LoopStep.copied(Own(), error, regression(), FORMATS["bf16"])
+    assert examine.take(step).seconds == 7.0
+    parts = Budget(60, step)
+    parts.run("part", step.as_run().run)
+    assert parts.spent == {"part": 7.0}
+
+
+def test_the_page_has_the_models_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
+    mantissa.examine(Own(), error, regression(), "bf16", checks=["formats"]).write(tmp_path)
+    hardware = json.loads((tmp_path / "verdict.json").read_text())["hardware"]
+    assert hardware["device"] == "cpu"
+    assert hardware["name"] != "a GPU"
+
+
+class Slow:
+    """A simulated clock, on which the step takes a second, in fp64 as many as it is slower; two samples far fewer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, slowdown: int) -> None:
+        self.now = 0.0
+        run = Replay.run
+
+        def timed(replay: Replay, microbatches: Any = None) -> ReplayResult:
+            samples = sum(len(next(iter(batch.values()))) for batch in replay.step.microbatches)
+            self.now += samples / ROWS * (slowdown if replay._wide == torch.float64 else 1)
+            return run(replay, microbatches)
+
+        monkeypatch.setattr(Replay, "run", timed)
+        monkeypatch.setattr("mantissa.step.step._FEW", 0)
+        monkeypatch.setattr(Step, "fp64_slowdown", slowdown)
+        for module in (budget, examine):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+
+ROWS = 256
+
+
+@pytest.mark.parametrize(
+    ("precision", "slowdown", "formats"),
+    [
+        ("bf16", 2, "fp64 ok · fp32 ok · bf16 ok"),
+        ("bf16", 64, "fp64 of a part ok · fp32 ok · bf16 ok"),
+        ("fp32", 64, "fp64 of a part ok · fp32 ok"),
+    ],
+    ids=["fast", "slow", "slow, of an fp32 run"],
+)
+def test_fp64_takes_no_more_time_than_there_is(
+    precision: str, slowdown: int, formats: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Slow(monkeypatch, slowdown)
+    report = mantissa.examine(Own(), error, regression(rows=ROWS), precision, checks=["formats"])
+    assert (report.verdict, str(report).splitlines()[1]) == (HEALTHY, formats)
+    assert clock.now < 60
+
+
+def test_fp64_says_of_a_part_nothing_about_a_step_that_fp32_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Slow(monkeypatch, 64)
+    beyond = Own(lambda own, x: x * 1e30 * 1e30)
+    report = mantissa.examine(beyond, error, regression(rows=ROWS), "bf16", checks=["formats"])
+    assert "fp64 left out · fp32 BREAKS" in str(report)
+    assert "it takes about 64 s" in report.diagnosis.budget.left_out[0]
+    assert "beyond fp32's range" not in str(report)
+    assert clock.now < 60
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "slowdown"),
+    [("cpu", None, 2), ("cuda", (9, 0), 2), ("cuda", (8, 0), 2), ("cuda", (8, 9), 64), ("cuda", (7, 5), 64)],
+)
+def test_how_much_slower_fp64_is(
+    kind: str, capability: tuple[int, int] | None, slowdown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    step = LoopStep.copied(Own(), error, regression(), FORMATS["bf16"])
+    assert replace(step, device=torch.device(kind)).fp64_slowdown == slowdown
 
 
 def overflowing() -> nn.Module:

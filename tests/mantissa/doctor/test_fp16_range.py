@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mantissa.doctor.budget import Budget
@@ -32,6 +34,30 @@ def test_numbers_beyond_the_histogram_are_counted_at_its_ends() -> None:
     layer = Exponents("layer", "weight")
     layer.add(torch.tensor([2.0 ** (LOWEST - 20), 2.0 ** (HIGHEST + 20), torch.inf, torch.nan]))
     assert (layer.counts[0], layer.counts[-1], layer.counts.sum()) == (1, 1, 2)
+
+
+class OnGpu(Tensor):
+    """Numbers of a device, of which ``cpu`` makes a copy."""
+
+    def cpu(self, *_: Any, **__: Any) -> Tensor:
+        return self.clone().as_subclass(Tensor)
+
+
+def test_gradients_are_counted_with_deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.bincount
+
+    def bincount(bins: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+        if isinstance(bins, OnGpu) and weights is not None:
+            raise RuntimeError("bincount_cuda with weights does not have a deterministic implementation")
+        return real(bins, weights, minlength)
+
+    monkeypatch.setattr(torch, "bincount", bincount)
+    gradient, alike, other = torch.tensor([0.0, 0.5, 3.0, -3.5]), Exponents("", ""), Exponents("", "")
+    alike.add(gradient)
+    other.add(gradient.as_subclass(OnGpu))
+    for mine, its in ((alike.counts, other.counts), (alike.squares, other.squares)):
+        assert torch.equal(mine, its)
+        assert type(its) is Tensor
 
 
 def measured(step: Step) -> Range:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import mantissa
-from mantissa.formats import FORMATS
+from mantissa.formats import FORMATS, FP32
+from mantissa.step.flags import flags_of
 from mantissa.watch.scale import LossScale
-from mantissa.watch.setup import FirstStep, Setup, flags_differ, fp32_flags, read_setup
+from mantissa.watch.setup import FirstStep, Setup, flags_differ, read_setup
 
 BF16, FP16 = torch.bfloat16, torch.float16
 Made = Callable[["Net"], torch.optim.Optimizer]
@@ -305,13 +306,8 @@ def test_a_silent_difference_is_a_sentence_whose_cure_ends_it(
 @pytest.fixture
 def flags() -> Any:
     """Give the flags of fp32 products back."""
-    kept = {kind: fp32_flags(kind) for kind in ("cuda", "cpu")}
-    yield
-    torch.set_float32_matmul_precision("highest")
-    for values in kept.values():
-        for name, value in values.items():
-            library, _, operator = name.partition(".")
-            getattr(getattr(torch.backends, library), operator).fp32_precision = value
+    with flags_of(FP32):
+        yield
 
 
 def test_fp32_products_in_other_formats_are_named_where_the_model_has_such_layers(flags: Any) -> None:
@@ -319,7 +315,7 @@ def test_fp32_products_in_other_formats_are_named_where_the_model_has_such_layer
     torch.backends.cudnn.conv.fp32_precision = "tf32"  # torch's default
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     for format, model, words in (
-        ("fp32", images, "set torch.backends.cudnn.conv.fp32_precision = 'ieee'"),
+        ("fp32", images, "in tf32 (cudnn.conv)"),
         ("fp32", linear, ""),
         ("bf16", images, ""),
         ("tf32", linear, "in ieee (cuda.matmul)"),
@@ -341,6 +337,24 @@ def test_a_precision_set_for_another_device_reaches_the_cpus_products_too(flags:
 def test_old_and_new_flags_that_contradict_each_other(flags: Any) -> None:
     torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.rnn.fp32_precision = "ieee", "tf32"
     assert "contradict" in flags_differ("cuda", nn.Linear(2, 2), None)[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize(
+    "wrong",
+    ["set_float32_matmul_precision('high')", "backends.cudnn.conv.fp32_precision = 'ieee'"]
+    + [f"backends.{name}.fp32_precision = 'tf32'" for name in ("cuda.matmul", "cudnn.conv", "cudnn")],
+)
+def test_what_is_set_as_told_leaves_nothing_to_tell(wrong: str, precision: str, flags: Any) -> None:
+    """Neither to a second Watch nor to code that reads the older flags, which torch's compiler does."""
+    torch.backends.cudnn.allow_tf32 = True  # torch's default
+    exec(f"torch.{wrong}")
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Conv2d(1, 1, 1), nn.LSTM(1, 1)])
+    for sentence in flags_differ("cuda", model, FORMATS[precision]):
+        exec(sentence.partition(": set ")[2].removesuffix("."))
+    assert flags_differ("cuda", model, FORMATS[precision]) == []
+    older = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    assert precision == "bf16" or older == (precision == "tf32",) * 2
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -25,6 +25,7 @@ from trainer.recipe import Decision
 BIGNET = ("recipe=bignet", "recipe.width=16", "recipe.layers=2", "data.samples=96")
 RESNET = ("recipe=resnet", "data=digits")
 LORA = (*GPT2, "recipe.lora.rank=2")
+LARGE_GPU = replace(GPU, memory_bytes=80 * 10**9)
 LOGITS = 12 * 4 * 16 * 64
 """Bytes of GPT-2's logits, log-probabilities and gradients, for a microbatch of 4 samples."""
 
@@ -42,7 +43,24 @@ class Two(World):
 TABLE: dict[str, tuple[tuple[str, ...], Hardware, dict[str, Any], dict[str, Any]]] = {
     # name: overrides, hardware, record of an earlier run; what the options become
     "the model, by the device": (("recipe=resnet", "data=digits"), CPU, {}, {"recipe.arch": "resnet18"}),
-    "the model, on a GPU": (("recipe=resnet", "data=digits"), GPU, {}, {"recipe.arch": "resnet50", "batch_size": 256}),
+    "the model, on a GPU": (RESNET, GPU, {}, {"recipe.arch": "resnet50", "batch_size": 512, "micro_batch_size": 512}),
+    "the same steps of a small model on a GPU": (
+        ("recipe=gpt2", "recipe.size=nano"), GPU, {}, {"steps": 200, "batch_size": 16, "micro_batch_size": 16}
+    ),
+    "of images": ((*RESNET, "recipe.arch=resnet18"), GPU, {}, {"steps": 200, "batch_size": 64, "micro_batch_size": 64}),
+    "of vectors": (BIGNET, GPU, {}, {"steps": 60, "batch_size": 512}),
+    "a batch in microbatches of that size": (
+        ("recipe=gpt2", "recipe.size=mini", "batch_size=64"), GPU, {}, {"micro_batch_size": 32}
+    ),
+    "published models, minutes of text": (
+        ("recipe=gpt2",), GPU, {}, {"recipe.size": "124M", "steps": 300, "batch_size": 32, "micro_batch_size": 32}
+    ),
+    "larger microbatches, by the memory": (
+        ("recipe=gpt2", "batch_size=128"), LARGE_GPU, {}, {"micro_batch_size": 64}
+    ),
+    "the published batch, by the experiment": (
+        ("experiment=gpt2_124m",), LARGE_GPU, {}, {"batch_size": 480, "micro_batch_size": 60}
+    ),
     "sizes, by the recipe": (BIGNET, CPU, {}, {"batch_size": 512, "micro_batch_size": 512}),
     "what is typed stays": ((*BIGNET, "steps=7", "batch_size=6"), CPU, {}, {"steps": 7, "batch_size": 6}),
     "the microbatch, by the batch": ((*BIGNET, "batch_size=6"), CPU, {}, {"micro_batch_size": 6}),
@@ -76,6 +94,10 @@ TABLE: dict[str, tuple[tuple[str, ...], Hardware, dict[str, Any], dict[str, Any]
     "a typed microbatch": (
         (*BIGNET, "batch_size=64", "micro_batch_size=32"), CPU, {"micro_batch_size": 16}, {"micro_batch_size": 32}
     ),
+    "the precision, by the record": (
+        (*BIGNET, "precision=auto"), CPU, {"precision.mode": "bf16"}, {"precision.mode": "bf16"}
+    ),
+    "a typed precision": ((*BIGNET, "precision=fp32"), CPU, {"precision.mode": "bf16"}, {"precision.mode": "fp32"}),
     "other sizes are not taken from it": (BIGNET, CPU, {"batch_size": 5}, {"batch_size": 512}),
     "rules stay auto": (
         BIGNET, CPU, {}, {"schedule.warmup_steps": "auto", "checkpoint.every": "auto", "precision.kernels": "auto"}
@@ -90,6 +112,7 @@ def test_what_auto_becomes(name: str) -> None:
     if hardware is CPU:  # on the GPU no data is opened
         plan = settle(plan)
     flat, automatic = flatten(plan.config), {choice.key: choice.value for choice in plan.decisions}
+    flat["precision"] = flat["precision.mode"]
     assert {key: flat[key] for key in expected} == expected
     assert {key: flat[key] for key in automatic if key in flat} == automatic
     typed = {override.partition("=")[0] for override in overrides}

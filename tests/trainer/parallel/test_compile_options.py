@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import sys
+import sysconfig
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +19,8 @@ from torch.torch_version import TorchVersion
 
 from mantissa.doctor import compiled as doctor
 from tests.helpers import GPT2, trainer_of
-from trainer.parallel.compile import Compile
+from trainer.errors import UserError
+from trainer.parallel.compile import Compile, missing
 from trainer.precision.modes import Precision
 
 VARIABLE = "TORCHINDUCTOR_MIX_ORDER_REDUCTION"
@@ -90,6 +97,39 @@ def test_the_doctor_compiles_with_the_switches_of_the_run(
         assert run["emulate_precision_casts"] is rounds
         assert functorch.backward_pass_autocast == ("off" if mixed else "same_as_forward")
     assert rounding == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("compilers", "headers", "device", "lacks"),
+    [
+        ({"gcc"}, True, "cuda", ""),
+        ({"clang"}, True, "cuda", ""),
+        ({"g++"}, True, "cuda", "on a GPU needs a C compiler (apt install gcc); set compile=off"),
+        ({"gcc"}, False, "cuda", "on a GPU needs Python.h in {} (apt install python{}.{}-dev); set compile=off"),
+        ({"g++"}, False, "cpu", ""),
+        ({"gcc"}, True, "cpu", "on a CPU needs a C++ compiler (apt install g++); set compile=off"),
+    ],
+)
+def test_what_triton_builds_its_launcher_with_is_looked_for_before_it_compiles(
+    compilers: set[str],
+    headers: bool,
+    device: str,
+    lacks: str,
+    given: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in compilers else None)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    if headers:
+        (tmp_path / "Python.h").touch()
+    expected = lacks.format(tmp_path, *sys.version_info)
+    with pytest.raises(UserError, match=re.escape(expected)) if lacks else nullcontext():
+        Compile("default").apply([torch.nn.Linear(1, 1)], torch.device(device))
+    assert len(given) == (0 if lacks else 1)
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert "compiler" not in missing(torch.device("cuda"))
 
 
 def test_evaluation_compiles_one_graph_whatever_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.trainer.precision import ocp
-from trainer.precision.nvfp4 import quantize
+from trainer.precision.nvfp4 import _transformed, quantize
 
 LARGEST = 6 * 448.0
 """Of a tensor whose scale is 1."""
@@ -27,6 +31,22 @@ def normal(rows: int, columns: int, seed: int = 0) -> ocp.Array:
 def wide(rows: int, columns: int, seed: int = 0) -> ocp.Array:
     """Numbers whose blocks, and values in blocks, differ by many orders of magnitude."""
     return normal(rows, columns, seed) * np.exp(4 * normal(rows, columns // 16, seed + 1).repeat(16, 1))
+
+
+class OnOneDevice(TorchDispatchMode):
+    """Lets no operator take a tensor of the host, for whose copy the host would wait."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert all(given.is_cuda for given in tree_leaves((args, kwargs)) if isinstance(given, Tensor)), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gpu_is_given_nothing_by_the_host() -> None:
+    with FakeTensorMode(), OnOneDevice():
+        transformed = _transformed(torch.empty(32, 64, device="cuda", dtype=torch.bfloat16))
+        elements, scale = quantize(transformed, stochastic=True)
+    assert elements.is_cuda
+    assert scale.is_cuda
 
 
 def as_numbers(values: ocp.Array, dtype: torch.dtype) -> ocp.Array:

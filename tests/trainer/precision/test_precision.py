@@ -5,16 +5,18 @@ import operator
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from mantissa.formats import FORMATS
 from tests.helpers import same_bits
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.precision.manifest import manifest_of, warning_if_slow
-from trainer.precision.modes import Precision
+from trainer.precision.modes import Precision, automatic
 from trainer.precision.names import matching
 
 CPU = torch.device("cpu")
@@ -22,6 +24,7 @@ PLAIN_CPU = Hardware(CPU, "plain CPU", 2**34, 2)
 AMX = Hardware(CPU, "CPU with AMX", 2**34, 2, None, frozenset({"amx_bf16"}))
 H100 = Hardware(torch.device("cuda", 0), "H100", 2**36, 8, (9, 0))
 RATES = {"fp32": 0.1, "bf16": 0.01}
+AMD = Hardware(torch.device("cuda", 0), "an AMD GPU", 2**36, 8)
 T4 = Hardware(torch.device("cuda", 0), "T4", 2**34, 8, (7, 5))
 
 
@@ -55,6 +58,17 @@ def test_fp32_products_are_ieee_in_every_backend(mode: str) -> None:
     assert tf32 or torch.backends.fp32_precision == "ieee"
 
 
+def test_sums_of_16_bit_products_are_rounded_once() -> None:
+    """Torch's default lets cuBLAS round the parts of a long sum, such as that of a weight's gradient."""
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_fp16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction = True
+    precision = Precision("bf16")
+    precision.apply()
+    effective = manifest_of(precision, AMX, [])["effective"]
+    assert not effective["fp16_reduced_precision_reduction"]
+    assert not effective["bf16_reduced_precision_reduction"]
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "mode"),
     [
@@ -75,14 +89,42 @@ def test_an_environment_that_changes_a_format_is_refused(
 
 
 def test_unavailable_precisions_are_refused_and_emulated_ones_reported() -> None:
-    for hardware in (PLAIN_CPU, T4):
-        with pytest.raises(UserError, match="precision=fp32 or precision=bf16"):
+    for hardware, half in ((PLAIN_CPU, "bf16"), (T4, "fp16")):
+        with pytest.raises(UserError, match=f"precision=fp32 or precision={half}"):
             Precision("tf32").check(hardware)
     Precision("tf32").check(H100)
-    Precision("bf16").check(T4)
     assert warning_if_slow(Precision("bf16"), AMX, RATES) is None
-    assert "no bf16 instructions" in str(warning_if_slow(Precision("bf16"), T4, RATES))
+    assert "no bf16 instructions" in str(warning_if_slow(Precision("bf16"), PLAIN_CPU, RATES))
     assert warning_if_slow(Precision("fp32"), PLAIN_CPU, RATES) is None
+
+
+@pytest.mark.parametrize("mode", [mode for mode in FORMATS if mode != "tf32"])
+def test_no_mode_computes_in_bf16_on_an_nvidia_gpu_that_emulates_it(mode: str) -> None:
+    """torch emulates it there, slowly, and its compiler leaves such graphs out."""
+    precision = Precision(mode)
+    with nullcontext() if precision.half is not torch.bfloat16 else pytest.raises(UserError) as refused:
+        precision.check(T4)
+    assert refused is None or "precision=fp16" in refused.value.remedies
+    for hardware in (H100, AMD):
+        precision.check(hardware)
+
+
+@pytest.mark.parametrize(
+    ("capability", "mode"),
+    [
+        *(((6, 1), "fp32"), ((7, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"), ((8, 9), "bf16"), ((9, 0), "bf16")),
+        *(((10, 0), "bf16"), ((12, 0), "bf16"), (None, "fp32")),
+    ],
+)
+def test_auto_is_what_an_nvidia_gpu_multiplies_natively(capability: tuple[int, int] | None, mode: str) -> None:
+    hardware = replace(T4, capability=capability)
+    assert automatic(hardware)[0] == mode
+    Precision(mode).check(hardware)
+
+
+@pytest.mark.parametrize("hardware", [PLAIN_CPU, AMX], ids=["plain", "AMX"])
+def test_auto_is_fp32_on_a_cpu(hardware: Hardware) -> None:
+    assert automatic(hardware)[0] == "fp32"
 
 
 def test_the_warning_about_an_emulated_format_has_the_measured_rates() -> None:

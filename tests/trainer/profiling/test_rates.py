@@ -6,12 +6,13 @@ from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
 
+import pynvml
 import pytest
 import torch
 from torch import Tensor
 
 from mantissa.formats import FP32, NUMBERS, Number
-from tests.helpers import CPU
+from tests.helpers import CPU, GPU
 from trainer.cache import cached
 from trainer.hardware import detect
 from trainer.precision import kernels
@@ -50,6 +51,22 @@ def test_a_rate_is_measured_on_this_machine(name: str, cache: Path, monkeypatch:
     assert rates.matmul_rates(hardware, [name]) == found  # to the last bit: from the cache
     assert torch.equal(torch.get_rng_state(), generators)
     assert torch.backends.mkldnn.matmul.fp32_precision == backend
+
+
+@pytest.mark.parametrize(("there", "driver"), [(True, "580.65.06"), (False, None)])
+def test_a_rate_of_an_nvidia_gpu_is_that_of_its_driver(
+    there: bool, driver: str | None, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init() -> None:
+        if not there:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", init)
+    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "580.65.06")
+    given: list[dict[str, object]] = []
+    monkeypatch.setattr(rates, "cached", lambda name, of, measure: given.append(of) or measure())
+    assert rates.matmul_rates(GPU, ["bf16"]) == {"bf16": 0.0091}
+    assert [each["driver"] for each in given] == [driver]
 
 
 def rate_of_a_device(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> tuple[float, int]:

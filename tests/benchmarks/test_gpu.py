@@ -1,0 +1,81 @@
+"""The stages for a new GPU machine: their order, their limits, and what is kept of them."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import gpu, results
+from benchmarks.gpu import FAILED, PASSED, GpuOptions, Setting, Stage, last_line, measure, one
+from tests.helpers import CPU
+
+FAST = 30.0
+
+
+def says(name: str, code: str, limit_s: float = FAST, measured: float | None = None) -> Stage:
+    found = {f"{name}: throughput": one(measured, "tokens/s")} if measured else {}
+    return Stage(name, limit_s, [["-c", code]], lambda folder: (last_line(name)(folder)[0], found))
+
+
+STAGES = [
+    says("first", "print('fast')", measured=2.0),
+    says("crash", "raise SystemExit('no kernel image')"),
+    says("hangs", "import time; print('begun', flush=True); time.sleep(600)", limit_s=1.0),
+    says("gate", "print('12 passed')"),
+    says("large", "print('too late')", limit_s=5000.0),
+    says("last", "print('after the failures')", measured=3.0),
+]
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What was given to results/, call by call."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(results, "keep", lambda hardware, command, measured: calls.append(measured))
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
+    return calls
+
+
+def test_a_stage_that_fails_or_hangs_stops_no_other_and_one_that_does_not_fit_is_not_begun(
+    tmp_path: Path, kept: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = GpuOptions(seconds=1000, folder=str(tmp_path), out=str(tmp_path / "copied"))
+    found = measure(STAGES, tmp_path, options, CPU)["stages"]
+    assert json.loads((tmp_path / "gpu.json").read_text())["stages"] == found
+    states = {name: each["state"] for name, each in found.items()}
+    assert states == {"first": PASSED, "crash": FAILED, "hangs": FAILED, "gate": PASSED, "last": PASSED}
+    assert "no kernel image" in found["crash"]["answer"]
+    assert "no end within 1 s" in found["hangs"]["answer"]
+    assert "large: not begun: it may take 5000 s" in capsys.readouterr().out
+    with tarfile.open(tmp_path / "copied" / "gpu.tar.gz") as tar:
+        assert {"gpu.json", *(f"{name}.log" for name in found)} <= set(tar.getnames())
+    # Before the gate has passed nothing is kept; then also what was measured earlier.
+    assert [sorted(each) for each in kept] == [["first: throughput"], ["first: throughput", "last: throughput"]]
+
+
+def test_the_next_call_goes_on_where_the_last_one_ended(tmp_path: Path, kept: list[dict[str, Any]]) -> None:
+    measure(STAGES[:1], tmp_path, GpuOptions(folder=str(tmp_path)), CPU)
+    (tmp_path / "first.log").write_text("not run again")
+    found = measure(STAGES[:2], tmp_path, GpuOptions(folder=str(tmp_path)), CPU)["stages"]
+    assert (tmp_path / "first.log").read_text() == "not run again"
+    assert {name: each["state"] for name, each in found.items()} == {"first": PASSED, "crash": FAILED}
+    measure(STAGES, tmp_path, GpuOptions(folder=str(tmp_path), only=["first"]), CPU)
+    assert (tmp_path / "first.log").read_text() == "fast\n"
+
+
+def test_the_gate_names_tests_that_exist() -> None:
+    text = "\n".join(path.read_text() for path in Path(__file__).parents[1].joinpath("gpu").glob("test_*.py"))
+    for name in gpu.GATE.replace("(", "").replace(")", "").replace(" and cuda", "").split(" or "):
+        assert name in text
+
+
+def test_most_worth_first_and_all_is_small_in_a_rehearsal(tmp_path: Path) -> None:
+    names = [stage.name for stage in Setting(tmp_path, "no").stages()]
+    assert names.index("gate") < names.index("gpt2_compiled") < names.index("tests") < names.index("claims")
+    for rehearse in ("cpu", "pretended"):
+        words = {word for stage in Setting(tmp_path, rehearse).stages() for each in stage.commands for word in each}
+        assert not words & {"recipe.size=124M", "recipe.size=1558M", "recipe.arch=resnet50"}
