@@ -1,4 +1,5 @@
-# mkdir -p outputs && docker build -t mantissa . && docker run --rm --gpus all --user "$(id -u):$(id -g)" -v "$PWD/outputs:/app/outputs" mantissa
+# mkdir -p outputs && docker build -t mantissa . && docker run --rm --gpus all --ipc=host --user "$(id -u):$(id -g)" -v "$PWD/outputs:/app/outputs" mantissa
+# --ipc=host: loading processes pass batches through /dev/shm, of which a container has 64 MiB.
 # Any command of the pages may follow `mantissa`: python scripts/compare.py recipe=gpt2 arms=fp32,bf16
 #
 # --build-arg TORCH_INDEX=  the package index of PyTorch's CPU builds, as its installation page has it: an image without

@@ -16,6 +16,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 OLDEST ?= .venv-oldest
 DOCS   ?= .venv-docs
+# Of make train; an NVIDIA GPU without bf16 takes fp16.
+PRECISION ?= bf16
 # Tests at a time, for two cores: many of them wait for processes that they start.
 TESTS  ?= 3
 CONSTRAINTS := constraints.txt
@@ -27,7 +29,7 @@ INSTALL = $(if $(UV),"$(UV)" pip install --python $(BIN)/python,$(BIN)/python -m
 .PHONY: train test test-avx2 test-oldest docs release ui bench bench-peers setup clean
 
 train: $(VENV)/.run
-	$(BIN)/python scripts/train.py recipe=gpt2 recipe.size=nano data.tokenizer=bytes precision=bf16
+	$(BIN)/python scripts/train.py recipe=gpt2 recipe.size=nano data.tokenizer=bytes precision=$(PRECISION)
 
 test: $(VENV)/.test
 	$(BIN)/ruff format --check .

@@ -6,11 +6,13 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import psutil
+import torch
 
 from evidence.measures import LOSS, values_of
 from mantissa.display import loss
@@ -104,7 +106,7 @@ class Runner:
         folder = self.runs / _name(arm, seed)
         remove_folder(folder)  # unfinished or failed: the speed of half a run is not that of a whole one
         self.runs.mkdir(parents=True, exist_ok=True)
-        others = cpu_share_of_others()
+        others, on_gpus = cpu_share_of_others(), gpu_shares_of_others()
         ended = shell.run(self.command(arm, seed), self.runs / f"{folder.name}.log", stop_s=STOP_TIMEOUT_S)
         if ended.code in INTERRUPTED:
             raise KeyboardInterrupt
@@ -126,8 +128,11 @@ class Runner:
         # All that a report needs is read here, once.
         series = read_series(folder / METRICS_FILE)
         values = values_of(summary, series, ended.seconds)
-        if not kind_of(summary["hardware"]["device"]).own_memory:  # on a GPU the CPUs say little
+        device = summary["hardware"]["device"]
+        if not kind_of(device).own_memory:  # on a GPU the CPUs say little
             values["others_cpu"] = others
+        elif device in on_gpus:
+            values["others_gpu"] = on_gpus[device]
         steps, losses = series.get(LOSS, ((), ()))
         rate = f"  {values['speed']:,.0f} {summary['unit']}/s" if "speed" in values else ""
         not_timed = summary["not_timed"] or ""
@@ -157,6 +162,16 @@ def cpu_share_of_others() -> float:
     used = psutil.cpu_percent(LOOK_S, percpu=True)
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(used))  # macOS has none
     return statistics.fmean(used[number] for number in cpus) / 100
+
+
+def gpu_shares_of_others() -> dict[str, float]:
+    """Return the share of the last second in which each GPU was busy, by device, while this process uses none.
+
+    Empty where there is none, or the driver does not tell, as of a part of one (MIG).
+    """
+    with suppress(Exception):
+        return {f"cuda:{index}": torch.cuda.utilization(index) / 100 for index in range(torch.cuda.device_count())}
+    return {}
 
 
 def _last_error(ended: shell.Ended) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from mantissa.tensors import synchronise
+from trainer.data.contract import Batch
 from trainer.trainer import Trainer
 
 Block = Callable[[int], float]
@@ -30,10 +31,14 @@ def stopwatch(loop: Callable[[int], object], device: torch.device, clock: Clock 
 
 def steps_of(trainer: Trainer) -> Callable[[int], None]:
     """Return the function that takes a number of optimizer steps."""
-    batches = trainer.batches()
+    return over(trainer.batches(), trainer.train_step)
+
+
+def over(batches: Iterator[list[Batch]], take: Callable[[list[Batch]], object]) -> Callable[[int], None]:
+    """Return the function that takes the batches of a number of steps, one after the other."""
 
     def run(steps: int) -> None:
         for _ in range(steps):
-            trainer.train_step(next(batches))
+            take(next(batches))
 
     return run

@@ -271,6 +271,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     return int(psutil.Process().memory_info().rss)  # macOS has only the present value
 
 
+def reserved_memory_bytes(device: torch.device) -> int | None:
+    """Return what torch has taken of a GPU's memory, freed blocks included, the most since the last reset."""
+    return torch.accelerator.max_memory_reserved(device) if kind_of(device).own_memory else None
+
+
 def _ram_bytes() -> int:
     import psutil
 

@@ -149,11 +149,14 @@ class Trainer:
         return cls(settle(plan_of(config, hardware or detect(config.device), world)))
 
     def first_model(self) -> nn.Module:
-        """Return the recipe's model with its first weights, on the device. The memory forecast overrides this."""
+        """Return the recipe's model with its first weights, on the device, or where ``parallel`` moves it from.
+
+        The memory forecast overrides this.
+        """
         model: nn.Module = self.recipe.returned("build_model", self.recipe.build_model(self.datasets), nn.Module)
         if self.config.source is not None:
             self.decisions = self.config.source.load(self.recipe, model, self.datasets)
-        return model.to(self.device)
+        return model if self.config.parallel.moves else model.to(self.device)
 
     def first_samples(self, most: int = _INSPECTED) -> Batch:
         """Return the first samples, by default enough to inspect the model, or to know the shapes of a batch."""

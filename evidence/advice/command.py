@@ -16,7 +16,7 @@ from evidence.advice.report import Advice, overrides_of
 from evidence.advice.search import Search
 from evidence.advice.timing import COMPILED, Times, time_candidate
 from evidence.memory.fits import too_large
-from evidence.runs import cpu_share_of_others, merge_overrides, redacted_arguments
+from evidence.runs import cpu_share_of_others, gpu_shares_of_others, merge_overrides, redacted_arguments
 from mantissa.commands import seconds_of
 from mantissa.display import counted
 from mantissa.step.memory import available_bytes
@@ -99,8 +99,11 @@ def main(arguments: list[str]) -> int:
         search.print(f"varied: {', '.join(space.choices) or 'nothing, all options are set'}")
         if COMPILE in space.choices:
             search.print(f"ranked by the time of a run of {counted(steps, 'step')}, compile time included")
-        if not hardware.is_gpu and (share := cpu_share_of_others()) >= BUSY:
-            space.notes.append(f"other processes used {share:.0%} of the CPUs; measure again on a quiet machine")
+        on_gpu = hardware.is_gpu
+        share = gpu_shares_of_others().get(str(hardware.device), 0.0) if on_gpu else cpu_share_of_others()
+        if share >= BUSY:
+            where = "GPU" if on_gpu else "CPUs"
+            space.notes.append(f"other processes used {share:.0%} of the {where}; measure again on a quiet machine")
 
         # The search, and the answer.
         try:

@@ -9,6 +9,7 @@ from typing import Any
 
 from evidence.advice.candidates import Candidate
 from evidence.advice.search import HELPS, NO_TIME, Entry, Search
+from evidence.advice.timing import TIMED, WHOLE
 from evidence.runs import merge_overrides
 from mantissa.display import counted, duration, size
 from mantissa.verdict.page import Report, Section, measured_on
@@ -17,6 +18,11 @@ from trainer.config.compose import key_of
 
 NOT_ADVISED = ("output_dir", "run_name", "resume", "tracking", "checkpoint", "profiler")
 """Keys and groups that say where and how a run is recorded: those of the advice are not those of later runs."""
+
+_COMPOSED = (
+    f"Of a step of more than {WHOLE} microbatches, {TIMED} were timed with the update and {TIMED} without it; the time "
+    "of the step is computed from both."
+)
 
 EQUAL_LOSS = "Does it train as well, and which setting needs the least time to an equal loss?"
 
@@ -131,6 +137,7 @@ class Advice:
             *(f"left out: {label} ({why})" for label, why in space.left_out.items()),
             *(f"compiling took {entry.compile_s:.1f} s: {entry.label}" for entry in entries if entry.compile_s),
             *(f"Note: {note}." for note in space.notes),
+            *([_COMPOSED] if any(entry.times and entry.times.composed for entry in entries) else []),
         ]
 
     def rows(self) -> list[list[str]]:

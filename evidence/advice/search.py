@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from evidence.advice.candidates import Candidate, Space
@@ -203,12 +203,13 @@ class Search:
 
     @property
     def _spare_s(self) -> float:
-        """Seconds until what is left is for the check-up and the pairs."""
-        return self._end - self.machine.clock() - 2 * PAIRS * self._process_s
+        """Seconds until what is left is for the check-up and the pairs; half of the budget does for them."""
+        pairs_s = min(2 * PAIRS * self._process_s, max(self.time_budget_s / 2, 2 * LEAST_PAIRS * self._process_s))
+        return self._end - self.machine.clock() - pairs_s
 
     def _renew(self, reference: Entry, times: Times) -> None:
         self._renewed_at = self.machine.clock()
-        reference.times = Times(times.step_s, max(reference.compile_s, times.compile_s), times.memory_bytes)
+        reference.times = replace(times, compile_s=max(reference.compile_s, times.compile_s))
         reference.reference_s = times.step_s
 
     def _confirmed(self) -> Entry:

@@ -27,7 +27,7 @@ TIMED = ("speed", "minutes")
 EXACT = ("memory",)
 """Numbers that every run of a command has in common, so that few pairs suffice."""
 BUSY = 0.1
-"""Share of the CPUs that others use, from which on times say little about the machine."""
+"""Share of the CPUs, or of a GPU's time, that others use, from which on times say little about the machine."""
 Losses = Mapping[int, float | None]
 """Final losses of an arm by seed, lower is better. Not finite: the run diverged. None: it failed."""
 
@@ -294,15 +294,16 @@ def incomparable(name: str, runs: Mapping[int, Run], base: Mapping[int, Run]) ->
 
 
 def _others_at_work(arms: Iterable[Mapping[int, Run]]) -> str:
-    """Return why times on a CPU say little, and what to do: other processes used it; empty: they do."""
-    shares = [
-        [share for run in of_arm.values() if not run.failure and (share := run.number("others_cpu")) is not None]
-        for of_arm in arms
-    ]
-    share = max(map(fmean, filter(None, shares)), default=0.0)
-    if share < BUSY:  # the mean over an arm's runs
-        return ""
-    return f"other processes used {share:.0%} of the CPUs; measure again on a quiet machine, in another folder"
+    """Return why times say little, and what to do: other processes used the device; empty: they do."""
+    of_all = [[run for run in of_arm.values() if not run.failure] for of_arm in arms]
+    for name, what in (("others_cpu", "CPUs"), ("others_gpu", "GPU")):
+        shares = [[share for run in runs if (share := run.number(name)) is not None] for runs in of_all]
+        share = max(map(fmean, filter(None, shares)), default=0.0)
+        if share >= BUSY:  # the mean over an arm's runs
+            return (
+                f"other processes used {share:.0%} of the {what}; measure again on a quiet machine, in another folder"
+            )
+    return ""
 
 
 def _interval(values: list[float], interval: Callable[[list[float]], Interval]) -> Interval | None:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from evidence.runs import Arm, Runner, _last_error, cpu_share_of_others
+from evidence.runs import Arm, Runner, _last_error, cpu_share_of_others, gpu_shares_of_others
 from mantissa.verdict.runs import Run
 from mantissa.verdict.shell import Ended
 
@@ -68,6 +69,7 @@ def read(
 
     patch.setattr("evidence.runs.shell.run", launch)
     patch.setattr("evidence.runs.cpu_share_of_others", lambda: 0.25)
+    patch.setattr("evidence.runs.gpu_shares_of_others", lambda: {"cuda:0": 0.5})
     return Runner(folder).run(BF16, 0)
 
 
@@ -76,7 +78,8 @@ def read(
     [
         ({}, {}, ()),
         ({"units_per_s": None, "peak_memory_bytes": None}, {}, ("speed", "memory")),  # never 0
-        ({"hardware": {"device": "cuda:0"}}, {}, ("others_cpu",)),  # of a GPU the CPUs say little
+        ({"hardware": {"device": "cuda:0"}}, {"others_gpu": 0.5}, ("others_cpu",)),  # of a GPU the CPUs say little
+        ({"hardware": {"device": "cuda:1"}}, {}, ("others_cpu",)),
         ({"final": {"valid/loss": None}, "best": None}, {"loss": None, "best_loss": None}, ()),  # not finite
         ({"final": {"valid/top1": 0.9}}, {}, ("loss",)),
         ({"best_metric": "valid/top1"}, {"best_loss": 2.0}, ()),  # the best checkpoint is that of another metric
@@ -125,6 +128,14 @@ def test_the_load_of_others_is_that_of_the_cpus_that_runs_may_use(monkeypatch: p
     monkeypatch.setattr("evidence.runs.psutil.cpu_percent", lambda *_, **__: [90.0, 10.0, 30.0])
     monkeypatch.setattr("evidence.runs.os.sched_getaffinity", lambda _: {1, 2})
     assert cpu_share_of_others() == pytest.approx(0.2)
+
+
+def test_the_load_of_others_on_gpus_is_read_where_the_driver_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "utilization", [0, 75].__getitem__)
+    assert gpu_shares_of_others() == {"cuda:0": 0.0, "cuda:1": 0.75}
+    monkeypatch.setattr(torch.cuda, "utilization", [0].__getitem__)  # raises
+    assert gpu_shares_of_others() == {}
 
 
 def test_an_error_is_found_behind_what_was_still_buffered() -> None:

@@ -27,6 +27,7 @@ from trainer.hardware import (
     DeviceKind,
     detect,
     peak_memory_bytes,
+    reserved_memory_bytes,
     reset_peak_memory,
     select,
 )
@@ -72,6 +73,7 @@ def fake(kind: DeviceKind, monkeypatch: pytest.MonkeyPatch) -> Accelerator:
         "current_device_index": lambda: 1,
         "get_memory_info": here.note("get_memory_info", (5, 9)),
         "max_memory_allocated": here.note("max_memory_allocated", 7),
+        "max_memory_reserved": here.note("max_memory_reserved", 8),
         "memory_reserved": here.note("memory_reserved", 4),
         "memory_allocated": here.note("memory_allocated", 3),
         **{name: here.note(name) for name in ("set_device_index", "synchronize", "reset_peak_memory_stats")},
@@ -172,11 +174,11 @@ def test_a_gpu_without_code_in_this_build_of_torch_is_refused(
 def test_memory_and_the_queue_are_the_devices(kind: DeviceKind, fake: Accelerator) -> None:
     device = detect(kind.type).device
     reset_peak_memory(device)
-    peak, left = peak_memory_bytes(device), available_bytes(device)
-    names = ["reset_peak_memory_stats", "max_memory_allocated"]
+    peak, reserved, left = peak_memory_bytes(device), reserved_memory_bytes(device), available_bytes(device)
+    names = ["reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved"]
     names += ["memory_reserved", "memory_allocated", "get_memory_info"]  # what torch caches is free for its own tensors
     assert fake.taken() == ([(name, device) for name in names] if kind in GPUS else [])
-    assert ((peak, left) == (7, 6)) == (kind in GPUS)
+    assert ((peak, reserved, left) == (7, 8, 6)) == (kind in GPUS)
     select(device)
     synchronise(device)
     expected = [("set_device_index", device), ("synchronize", device)]

@@ -25,6 +25,9 @@ from trainer.parallel.world import World
 
 log = logging.getLogger("mantissa")
 
+_BLOCK, _ALIGNED = 2**28, 64
+"""Bytes of page-locked memory that are allocated at once, more for a larger tensor; and what its parts begin at."""
+
 
 def infinite_buffers(model: nn.Module) -> frozenset[str]:
     """Return the names of a new model's buffers that hold infinities as built, such as a mask of -inf for attention."""
@@ -48,6 +51,7 @@ class CheckpointWriter:
         self.saved = 0
         self.failed = 0
         self._host: dict[str, Tensor] = {}
+        self._block = torch.empty(0, dtype=torch.uint8)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -125,21 +129,33 @@ class CheckpointWriter:
     def _copy(self, snapshot: Snapshot) -> Snapshot:
         """Copy the tensors to host memory, always the same: memory that is newly allocated takes longer to fill."""
         files: dict[str, dict[str, Tensor]] = {}
-        waits = False
+        waits, left = False, sum(each.nbytes for tensors in snapshot.files.values() for each in tensors.values())
         for file, tensors in snapshot.files.items():
             files[file] = {}
             for name, tensor in tensors.items():
                 pinned = kind_of(tensor.device).pinned
                 host = self._host.get(f"{file}/{name}")
                 if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
-                    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+                    host = self._pinned(tensor, left) if pinned else torch.empty(tensor.shape, dtype=tensor.dtype)
                     self._host[f"{file}/{name}"] = host
                 host.copy_(tensor, non_blocking=pinned)
-                waits |= pinned
+                waits, left = waits or pinned, left - tensor.nbytes
                 files[file][name] = host
         if waits:
             torch.accelerator.synchronize()
         return replace(snapshot, files=files)
+
+    def _pinned(self, like: Tensor, left: int) -> Tensor:
+        """Return page-locked memory for a tensor, one of those that take ``left`` bytes in all.
+
+        It is a part of a block, because torch rounds each allocation up to a power of two.
+        """
+        size = -(-like.nbytes // _ALIGNED) * _ALIGNED
+        if size > len(self._block):
+            block = 1 << (max(size, min(_BLOCK, left)) - 1).bit_length()
+            self._block = torch.empty(block, dtype=torch.uint8, pin_memory=True)
+        part, self._block = self._block[: like.nbytes], self._block[size:]
+        return part.view(like.dtype).view(like.shape)
 
     def _flush_log(self, run: dict[str, Any]) -> None:
         if run:  # else a power cut could take what was logged before this checkpoint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from mantissa.display import counted, size
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.errors import RunError, UserError, check_number, first_line
 from trainer.hardware import Hardware, select
@@ -28,6 +30,7 @@ if TYPE_CHECKING:  # a loading process imports this module, and needs no recipe
     from trainer.recipe import Context, Decision
 
 T = TypeVar("T")
+_SHARED_MEMORY = "/dev/shm"
 _REPEATED = 78
 """The exit code of a loading process in which the program began to train again."""
 STEPS_AHEAD = 2
@@ -120,16 +123,48 @@ class Batching:
 
 
 class _Fetch(torch.utils.data.Dataset[Batch]):
-    """Lets DataLoader fetch a whole microbatch at once, and returns a known error as it is."""
+    """Lets DataLoader fetch a whole microbatch at once, in shared memory, and returns a known error as it is.
 
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
+    Args:
+        dataset: of the samples.
+        workers: processes that load.
+        waiting: batches of each that may be in shared memory together.
+    """
+
+    def __init__(self, dataset: Dataset, workers: int, waiting: int) -> None:
+        self.dataset, self.workers = dataset, workers
+        self.waiting = waiting * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
     def __getitems__(self, samples: list[SampleId]) -> Batch | RunError:
         try:
-            return self.dataset.batch(samples)
+            return self._shared(self.dataset.batch(samples))
         except RunError as error:  # DataLoader would wrap it in the worker's traceback
             return error
+
+    def _shared(self, batch: Batch) -> Batch:
+        """Move a batch to shared memory. In the thread that sends it an error would be lost, and the run would wait."""
+        of_batch, room = sum(tensor.nbytes for tensor in batch.values()), _shared_memory_bytes()
+        try:
+            if self.workers * self.waiting * of_batch <= room:
+                return {name: tensor.share_memory_() for name, tensor in batch.items()}
+        except RuntimeError as error:
+            if "No space left" not in str(error):
+                raise
+        raise UserError(
+            f"{_SHARED_MEMORY} holds {size(room)}, too little for {counted(self.waiting, 'batch')} of "
+            f"{size(of_batch)} from each of {counted(self.workers, 'loading process')} and for "
+            "those in use; give it more (docker run --ipc=host, or --shm-size=)",
+            f"loader.workers={min(self.workers - 1, room // max(1, self.waiting * of_batch))}",
+        )
+
+
+def _shared_memory_bytes() -> int:
+    """Return what shared memory can hold in all; without a limit where the system has no folder for it."""
+    try:
+        found = os.statvfs(_SHARED_MEMORY)
+    except OSError:
+        return sys.maxsize
+    return found.f_blocks * found.f_frsize or sys.maxsize  # 0: it has no limit
 
 
 def _as_fetched(batch: Batch) -> Batch:
@@ -211,7 +246,7 @@ class Loader:
     """Whether batches are in page-locked memory, where the device copies from it, and workers are kept."""
     workers: int | str = "auto"
     """Data-loading processes; auto: 0 for data in memory; if samples are decoded, one per core of this rank (at most
-    16). With more than four cores, two stay free for launching kernels and pinning memory."""
+    16 where the CPU computes). With more than four cores, two stay free for launching kernels and pinning memory."""
 
     def __post_init__(self) -> None:
         check_number("loader.workers", self.workers, 0)
@@ -221,7 +256,8 @@ class Loader:
         if self.workers != "auto" or context.datasets is None:
             return self, []
         cores = context.hardware.cpu_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        enough = max(1, min(16, cores - 2 if cores > 4 else cores)) if context.datasets.decodes else 0
+        most = cores if context.hardware.is_gpu else 16
+        enough = max(1, min(most, cores - 2 if cores > 4 else cores)) if context.datasets.decodes else 0
         return replace(self, workers=context.recorded.get("loader.workers", enough)), []
 
     def batches(
@@ -240,8 +276,10 @@ class Loader:
             # The training thread uses torch's global generator, whose state a checkpoint holds.
             alone = not pins or getattr(dataset, "uses_global_generator", False)
             return Batches(dataset, samples, hardware.device, pins, 0 if alone else STEPS_AHEAD * in_a_step)
+        prefetch = 4 if self.pinned and int(self.workers) <= 16 else 2  # of many, a few each: they are page-locked
         return _FromWorkers(
-            _Fetch(dataset),
+            # From shared memory a thread copies what is pinned at once; elsewhere all that is prefetched waits there.
+            _Fetch(dataset, int(self.workers), 1 if pins else prefetch),
             batch_sampler=samples,
             collate_fn=_as_fetched,  # type: ignore[arg-type]
             generator=torch.Generator(),  # a seed is drawn, which must not be from the generator of training
@@ -250,7 +288,7 @@ class Loader:
             worker_init_fn=_end_with_the_run,
             pin_memory=pins,
             persistent_workers=self.pinned,
-            prefetch_factor=4 if self.pinned else 2,
+            prefetch_factor=prefetch,
         )
 
     def steps(

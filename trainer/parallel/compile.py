@@ -47,8 +47,12 @@ class Compile:
         if lacking := missing(device):
             on = "CPU" if device.type == "cpu" else "GPU"
             raise UserError(f"compile={self.mode} on a {on} needs {lacking}", "compile=off")
+        from torch._dynamo import config
+
         from mantissa.step.compile import compile_in_place
 
+        # Modules of one class share code, of which torch compiles so many graphs: with gradients and without.
+        config.recompile_limit = max(config.recompile_limit, 2 * len(modules))
         # Without CUDA graphs: a replay reuses their memory, which with gradient accumulation still holds the gradients
         # of the first microbatch (pytorch issue 169545).
         for module in modules:

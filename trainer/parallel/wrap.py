@@ -35,6 +35,8 @@ class Parallel:
     """The ``parallel`` config group; this base is ``parallel=single``: one process, one device."""
 
     kind: ClassVar[str] = "single"
+    moves: ClassVar[bool] = False
+    """Whether ``wrap`` moves the model from the host to its device; else it is there before."""
 
     def world(self, device: str) -> World:
         """Join the other processes of the job.
@@ -67,9 +69,9 @@ class Parallel:
         """Return the module that forward passes of training call; parameters of ``model`` keep their names.
 
         Args:
-            model: on its device, with the same weights on every rank.
+            model: with the same weights on every rank, on its device unless ``moves``.
             blocks: the model's repeated blocks, the units of sharding.
-            device: where the model is.
+            device: of the model.
             precision: decides what is gathered and accumulated in which dtype.
         """
         return model
@@ -263,6 +265,7 @@ class FSDP(SeveralProcesses):
     """``parallel=fsdp``: weights, gradients and optimizer state are sharded by rows over the processes (FSDP2)."""
 
     kind: ClassVar[str] = "fsdp"
+    moves: ClassVar[bool] = True
     reshard_after_forward: bool = True
     """Free a block's gathered weights between forward and backward: less memory, one more all-gather. Weights outside
     of the blocks are gathered once for both passes."""
@@ -301,6 +304,7 @@ class FSDP(SeveralProcesses):
             operands = _operands(model)
             own: Any = {"param_dtype_override_fn": lambda each: None if each in operands else each.dtype}  # torch 2.15
             policy = MixedPrecisionPolicy(rounded, torch.float32, cast_forward_inputs=False, **own)
+        # Each call moves its module's weights to the device and keeps this rank's rows there.
         for block in blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
         # The rest stays: backward needs the weights of the last layers first.

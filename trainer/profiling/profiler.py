@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -96,14 +96,23 @@ class _TorchSession(ProfilerSession):
         column, rows = f"self_{where}_time_total", profile.key_averages()
         table = rows.table(sort_by=column, row_limit=60, max_name_column_width=70)
         (self._folder / "operators.txt").write_text(table)
-        # Rows of the host's own operators: on CUDA each carries the time of the kernels it launched.
-        host = torch.autograd.DeviceType.CPU
-        times = {
-            row.key: getattr(row, column) for row in rows if row.key.startswith("aten::") and row.device_type == host
-        }
-        total, top = sum(times.values()), sorted(times, key=lambda key: -times[key])[:3]
-        shares = ", ".join(f"{key.removeprefix('aten::')} {times[key] / total:.0%}" for key in top if total)
-        self.summary = f"profiled steps: {self._kept}; operator time on {self._device.type}: {shares}"
+        self.summary = f"profiled steps: {self._kept}; operator time on {self._device.type}: {_shares(rows, column)}"
+
+
+def _shares(rows: Iterable[Any], column: str) -> str:
+    """Return the three operators that take most, by their ``column`` of the rows of a profile, with their shares."""
+    # Rows of the host's own operators: on CUDA each carries the time of the kernels it launched.
+    host, times, on_device = torch.autograd.DeviceType.CPU, {}, 0.0
+    for row in rows:
+        if row.device_type != host:
+            on_device += 0.0 if row.is_user_annotation else getattr(row, column)
+        elif row.key.startswith("aten::"):
+            times[row.key.removeprefix("aten::")] = getattr(row, column)
+    # Kernels that no operator launched: of torch.compile, of an extension, between devices.
+    if (others := on_device - sum(times.values())) > 0:
+        times["compiled and other kernels"] = others
+    total, top = sum(times.values()), sorted(times, key=lambda key: -times[key])[:3]
+    return ", ".join(f"{key} {times[key] / total:.0%}" for key in top if total)
 
 
 class _MemorySession(ProfilerSession):

@@ -94,6 +94,7 @@ class Monitor:
         self._totals = {name: 0.0 for name, metric in STEP_METRICS.items() if metric.combine is None}
         self._skipped_in_a_row = 0
         self._memory, self._memory_read = 0, -math.inf
+        self._peak, self._added = 0, 0
         self._timed_until = time.perf_counter()
         """The time up to which ``trained_s`` has counted, or left out, on the clock."""
         self._window = _Window(self._timed_until)
@@ -117,6 +118,11 @@ class Monitor:
         Raises:
             NonFiniteGradients: see ``collect``.
         """
+        if self._added < 2:
+            # The first step tries kernels, whose memory counts only where no other step follows.
+            self._added, self._peak = self._added + 1, 0
+            if self._added == 1:
+                self._keep_peak()
         values = {name: metric.value(record, self.trainer) for name, metric in STEP_METRICS.items()}
         self._pending.append((record, values))
         # The first step alone makes a window, so that what it warms up is not in the throughput of the others.
@@ -169,14 +175,18 @@ class Monitor:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep what runs inside (evaluation, saving) out of the step time and the throughput.
+        """Keep what runs inside (evaluation, saving) out of the step time, the throughput and the peak of a step.
 
         Raises:
             NonFiniteGradients: see ``collect``.
         """
         self.collect()  # steps still queued on the device belong to the time before
+        self._keep_peak()
         began = time.perf_counter()
-        yield
+        try:
+            yield
+        finally:
+            self._keep_peak(of_steps=False)
         self._timed_until = time.perf_counter()
         self._window.began += self._timed_until - began
 
@@ -199,6 +209,10 @@ class Monitor:
         seconds = statistics.median(window.seconds / window.steps for window in windows)
         return statistics.median(window.units / window.seconds for window in windows), seconds
 
+    def peak_memory(self) -> int:
+        """Return the peak bytes of a step since the start: allocated on a GPU; elsewhere those of this process."""
+        return max(self._peak, peak_memory_bytes(self.trainer.device))
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to report the same numbers, as JSON types; call ``collect`` first."""
         return {"interval": self._interval, "totals": self._totals, "skipped_in_a_row": self._skipped_in_a_row}
@@ -215,6 +229,12 @@ class Monitor:
         self._interval = {name: list(state["interval"].get(name, ())) for name in self._interval}
         self._totals = {name: state["totals"].get(name, 0.0) for name in self._totals}
         self._skipped_in_a_row = state["skipped_in_a_row"]
+
+    def _keep_peak(self, of_steps: bool = True) -> None:
+        """Measure the memory of a GPU anew from here on, and keep the peak until now where it is one of steps."""
+        if kind_of(self.trainer.device).own_memory:
+            self._peak = self.peak_memory() if of_steps else self._peak
+            reset_peak_memory(self.trainer.device)
 
     def _count(self, records: Sequence[StepRecord], columns: dict[str, list[float]]) -> None:
         """Add steps to the interval of the log and to the sums of the run."""
@@ -247,7 +267,7 @@ class Monitor:
         # What the window took: throughput, time, memory.
         device = self.trainer.device
         if now > self._memory_read + _MEMORY_READ_S:
-            self._memory, self._memory_read = peak_memory_bytes(device), now
+            self._memory, self._memory_read = self.peak_memory(), now
         metrics |= {
             f"{self.unit}_per_s": window.units / window.seconds,
             "step_time_s": window.seconds / window.steps,

@@ -8,7 +8,7 @@ import torch
 
 from mantissa.display import counted, finite, loss, quantity, size
 from mantissa.step.ledger import Ledger
-from trainer.hardware import peak_memory_bytes
+from trainer.hardware import reserved_memory_bytes
 from trainer.precision.kernels import in_short, not_timed_here
 from trainer.profiling.utilisation import text as mfu_text
 from trainer.run.monitor import Monitor
@@ -24,7 +24,7 @@ def results(trainer: Trainer, scores: Scores, monitor: Monitor, ledger: Ledger |
     """
     config, hardware, precision = trainer.config, trainer.hardware, trainer.config.precision
     units_per_s, step_time_s = monitor.throughput() or (None, None)
-    memory = peak_memory_bytes(trainer.device)
+    memory = monitor.peak_memory()
     return {
         # what was trained
         "recipe": config.recipe.name,
@@ -50,6 +50,7 @@ def results(trainer: Trainer, scores: Scores, monitor: Monitor, ledger: Ledger |
         "utilisation": monitor.utilisation.facts(units_per_s),
         "not_timed": not_timed_here(precision.mode, hardware, precision.kernels, trainer.convolves),
         "peak_memory_bytes": memory if hardware.is_gpu else ledger and ledger.peak_bytes,
+        "reserved_memory_bytes": reserved_memory_bytes(trainer.device),
         "process_memory_bytes": None if hardware.is_gpu else memory,
         "skipped_steps": monitor.skipped_steps,  # of the whole run
         "unreadable_samples": 0,  # counted at the end
@@ -100,11 +101,12 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         lines.append(f"stopped early: {summary['stopped_early']}")
     if unreadable := summary["unreadable_samples"]:
         lines.append(f"{counted(unreadable, 'unreadable sample')}, replaced by the next ones")
-    tensors, process, skipped = map(summary.get, ("peak_memory_bytes", "process_memory_bytes", "skipped_steps"))
+    names = ("peak_memory_bytes", "reserved_memory_bytes", "process_memory_bytes", "skipped_steps")
+    tensors, reserved, process, skipped = map(summary.get, names)
     cost = [
         rate_in_short(summary),
         mfu_text(summary["utilisation"]),
-        tensors and f"{size(tensors)} peak ({'tensors' if process else 'GPU'})",
+        tensors and f"{size(tensors)} peak ({f'GPU, {size(reserved)} reserved' if reserved else 'tensors'})",
         process and f"{size(process)} peak (process)",
         skipped and counted(skipped, "skipped step"),
     ]

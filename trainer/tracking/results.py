@@ -9,6 +9,7 @@
 | ``step_time_ms`` | milliseconds per optimizer step, likewise | the last |
 | ``mfu`` | MFU, the share of the measured matmul throughput, likewise (0 to 1) | the last |
 | ``peak_memory_mib`` | MiB: allocated on a GPU, else of a step's tensors (``profiler=memory``) | the last |
+| ``reserved_memory_mib`` | MiB that torch has taken of a GPU, freed blocks included | the last |
 | ``process_memory_mib`` | MiB that the process held, not on a GPU | the last |
 """
 
@@ -43,7 +44,7 @@ def summary_lines(log: Path, summary: dict[str, Any]) -> list[dict[str, Any]]:
         "step_time_ms": step_time_s and 1e3 * step_time_s,
         "mfu": summary.get("utilisation", {}).get("mfu"),
     }
-    for name in ("peak_memory", "process_memory"):
+    for name in ("peak_memory", "reserved_memory", "process_memory"):
         held_bytes = summary.get(f"{name}_bytes")
         numbers[f"{name}_mib"] = held_bytes and held_bytes / 2**20
     numbers = {name: float(f"{value:.4g}") for name, value in numbers.items() if value}  # a column shows few digits

@@ -5,17 +5,24 @@ from __future__ import annotations
 import math
 import random
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from evidence.advice import timing
 from evidence.advice.candidates import Candidate, Space
 from evidence.advice.report import Advice
 from evidence.advice.search import LEAST_PAIRS, PAIRS, Search
 from evidence.advice.timing import Times
 from evidence.comparison.command import planned
+from evidence.stopwatch import stopwatch
 from trainer.config.compose import compose
 from trainer.config.registration import flatten
 from trainer.errors import RunError
@@ -210,8 +217,8 @@ def test_a_default_that_fails_gives_its_place_to_the_first_that_works_and_where_
 
 def test_the_time_budget_is_kept_and_what_was_not_started_is_listed() -> None:
     machine, among = Machine(large="fp16"), space(precision=["bf16", "fp16"], micro=["32"], attention=["eager"])
-    advice = advise(machine.search(among, time_budget_s=75.0))
-    assert machine.now <= 75.0
+    advice = advise(machine.search(among, time_budget_s=49.0))
+    assert machine.now <= 49.0
     assert among.left_out == {"fp16": "too large", "attention=eager": "there was no time for it"} | {
         "bf16, micro=32": "there was no time for it"
     }
@@ -221,7 +228,7 @@ def test_the_time_budget_is_kept_and_what_was_not_started_is_listed() -> None:
 
 
 def test_a_budget_for_the_default_alone_is_no_advice() -> None:
-    advice = advise(Machine().search(time_budget_s=40.0))
+    advice = advise(Machine().search(time_budget_s=38.0))
     assert [*advice.search.entries] == ["the default"]
     assert advice.sentence() == "the default alone was measured: the time budget was too short to try bf16"
     assert "advised" not in advice.report().text()
@@ -234,7 +241,7 @@ def test_a_budget_for_the_default_alone_is_no_advice() -> None:
         (Machine(compile_s=60.0), PAIRS),  # the compiler is ended
         (Machine(compile_s=20.0, check_up_s=20.0), 4),
         (Machine(check_up_s=35.0), LEAST_PAIRS),
-        (Machine(busier_by_minute=1.4), 5),
+        (Machine(busier_by_minute=1.4), LEAST_PAIRS),
     ],
     ids=["quick", "compiles long", "both", "a long check-up", "a busy machine"],
 )
@@ -275,3 +282,56 @@ def test_the_page_has_the_commands_which_compose_to_what_was_measured(tmp_path: 
         assert command in report.text()
     assert "bf16, threads=1 (advised)" in report.html()
     assert advice.content()["winner"] == "bf16, threads=1"
+
+
+class Simulated:
+    """A GPU's trainer, by a clock of its own: a step is ``others + 2`` microbatches and an update."""
+
+    def __init__(self, plan: Any, clock: SimpleNamespace, microbatch_s: float, update_s: float) -> None:
+        self.plan, self.clock, self.device = plan, clock, torch.device("cpu")
+        self.microbatch_s, self.update_s = microbatch_s, update_s
+
+    def batches(self) -> Iterator[list[int]]:
+        return repeat([0] * self.plan.batching.accumulation)
+
+    def gradients(self, microbatches: list[int]) -> None:
+        self.clock.now += self.microbatch_s * len(microbatches)
+
+    def train_step(self, microbatches: list[int]) -> None:
+        self.gradients(microbatches)
+        self.clock.now += self.update_s
+
+
+@pytest.mark.parametrize(
+    ("microbatch_s", "update_s"), [(0.21, 0.02), (0.043, 0.01), (0.01, 0.004)], ids=["fp32", "bf16", "small"]
+)
+def test_a_step_of_thirty_microbatches_leaves_time_for_every_single_change(
+    monkeypatch: pytest.MonkeyPatch, microbatch_s: float, update_s: float
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    few = [*TINY, "device=cpu", "batch_size=30", "micro_batch_size=1"]
+
+    class OnGPU(Machine):
+        def time(self, candidate: Candidate, blocks: int, limit_s: float) -> Times:
+            began, clock.now = self.now, self.now + 12  # its start
+            factor = math.prod(factor for words, factor in self.factors.items() if words in candidate.label)
+            build = partial(Simulated, clock=clock, microbatch_s=factor * microbatch_s, update_s=factor * update_s)
+            monkeypatch.setattr(timing, "Trainer", build)
+            found = timing.measure(compose(few), blocks)
+            self.now = min(clock.now, began + limit_s)
+            if clock.now > self.now:
+                raise RunError("it did not end")
+            return found
+
+    monkeypatch.setattr(timing, "settle", lambda plan: plan)
+    monkeypatch.setattr(timing, "keep_memory", lambda plan: None)
+    monkeypatch.setattr(timing, "stopwatch", partial(stopwatch, clock=lambda: clock.now))
+    monkeypatch.setattr(timing, "peak_of", lambda trainer, step: step() and 1000)
+    machine = OnGPU({"bf16": 0.5, "fp16": 0.6, "micro": 1.1})
+    among = space(precision=["bf16", "fp16"], micro=["32", "8"])
+    advice = advise(machine.search(among, time_budget_s=300.0))
+    assert (advice.winner.label, among.left_out) == ("bf16", {})
+    assert advice.search.reference.measured.step_s == pytest.approx(30 * microbatch_s + update_s)
+    assert advice.search.interval(advice.winner).low == pytest.approx(2)
+    assert "2 were timed with the update" in advice.report().text()
+    assert machine.now < 330

@@ -293,10 +293,11 @@ def test_what_is_computed_otherwise_than_its_format_is_not_compared(
     assert incomparable("speed", runs_of(1.0), {}) == ""
 
 
-def test_while_others_used_the_cpus_a_time_is_not_judged() -> None:
-    """The mean over an arm's runs counts. On a GPU the share is not there."""
-    quiet, busy = runs_of(1.0, 1.0, 1.0, others_cpu=0.02), runs_of(1.0, 1.0, 1.0, others_cpu=0.3)
-    assert ratio("speed", busy, quiet).why.startswith("other processes used 30% of the CPUs; measure again on a quiet")
+@pytest.mark.parametrize(("share", "what"), [("others_cpu", "CPUs"), ("others_gpu", "GPU")])
+def test_while_others_used_the_device_a_time_is_not_judged(share: str, what: str) -> None:
+    """The mean over an arm's runs counts."""
+    quiet, busy = (runs_of(1.0, 1.0, 1.0, **{share: used}) for used in (0.02, 0.3))
+    assert ratio("speed", busy, quiet).why.startswith(f"other processes used 30% of the {what}; measure again on a")
     assert ratio("speed", busy, quiet).ratio, "it is shown"
     assert [ratio(*given).why for given in (("memory", busy, quiet), ("speed", quiet, quiet))] == ["", ""]
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -134,6 +135,47 @@ def test_memory_is_not_named_where_a_loading_process_ends_by_itself() -> None:
     assert "memory" not in str(ended.value)
 
 
+@pytest.mark.parametrize(
+    ("loader", "blocks", "words"),
+    [
+        (Loader(2), 7, "7.0 KiB, too little for 2 batches of 2.0 KiB from each of 2 loading processes"),
+        (Loader(2), 8, ""),
+        (PinnedLoader(2), 15, "15.0 KiB, too little for 4 batches"),
+        (Loader(1), 3, "3.0 KiB, too little for 2 batches of 2.0 KiB from each of 1 loading process "),
+    ],
+    ids=["full", "fits", "more are prefetched", "for one too many"],
+)
+def test_batches_that_shared_memory_does_not_hold_are_refused_with_a_number_of_workers_that_fits(
+    loader: Loader, blocks: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Large(Echo):
+        def batch(self, samples: Sequence[SampleId]) -> Batch:
+            return {"image": torch.zeros(len(samples), 256)}
+
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=blocks, f_frsize=1024))
+    batches: Any = loader.batches(Large(), [], CPU)
+    found = batches.dataset.__getitems__([SampleId(0, None), SampleId(1, None)])
+    if not words:
+        assert found["image"].is_shared()
+        return
+    assert isinstance(found, UserError)
+    assert words in found.problem
+    assert found.remedies == (f"loader.workers={int(loader.workers) - 1}",)
+
+
+def test_what_shared_memory_has_no_room_for_ends_the_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that sends batches would print its error, and the run would wait for ever."""
+
+    def full(tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    batches: Any = Loader(1).batches(Echo(), [], CPU)
+    found = batches.dataset.__getitems__([SampleId(0, None)])
+    assert isinstance(found, UserError)
+    assert found.remedies == ("loader.workers=0",)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loading_does_not_change_torchs_generator(workers: int) -> None:
     """Dropout draws from it: the number of workers, or of evaluations, must not shift what it draws."""
@@ -153,16 +195,21 @@ def test_on_device_loader_repeats_the_first_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "expected"),
-    [(1, 1, 1), (2, 1, 2), (4, 1, 4), (16, 1, 14), (64, 1, 16), (16, 2, 6), (64, 8, 6), (4, 8, 1)],
+    ("cores", "ranks", "on_cpu", "on_gpu"),
+    [
+        *((1, 1, 1, 1), (2, 1, 2, 2), (4, 1, 4, 4), (16, 1, 14, 14), (64, 1, 16, 62)),
+        *((16, 2, 6, 6), (64, 8, 6, 6), (192, 8, 16, 22), (4, 8, 1, 1)),
+    ],
 )
 def test_auto_workers_leave_cores_to_the_thread_that_launches_kernels_and_to_the_other_ranks(
-    cores: int, ranks: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    cores: int, ranks: int, on_cpu: int, on_gpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Data that are arrays need none: tests/trainer/config/test_settle.py."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    opened = context(DataSource(), replace(CPU, cpu_cores=cores), datasets=SimpleNamespace(decodes=True))
-    assert Loader().resolve(opened)[0].workers == expected
+    for device, expected in (("cpu", on_cpu), ("cuda", on_gpu)):
+        here = replace(CPU, cpu_cores=cores, device=torch.device(device))
+        opened = context(DataSource(), here, datasets=SimpleNamespace(decodes=True))
+        assert Loader().resolve(opened)[0].workers == expected
 
 
 def test_evaluation_samples_are_spread_evenly_in_order_and_never_augmented() -> None:

@@ -156,3 +156,33 @@ def test_evaluation_compiles_one_graph_whatever_its_sizes(monkeypatch: pytest.Mo
             scores.append(each.evaluate()["loss"])  # 4, 4 and 2 samples
     assert scores[:2] == pytest.approx(scores[2:], rel=1e-6)
     assert graphs == [[4], [4]]  # with gradients, and without
+
+
+def test_each_of_many_blocks_of_one_class_has_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ResNet-50's blocks take 16, which FSDP compiles one by one."""
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(len(graphs))
+        return graph
+
+    class Block(torch.nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(2) for _ in range(width))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for norm in self.norms:
+                x = norm(x)
+            return x
+
+    monkeypatch.setattr("mantissa.step.compile.compile_in_place", lambda found, **_: found.compile(backend=backend))
+    torch._dynamo.reset()
+    blocks: list[torch.nn.Module] = [Block(width) for width in range(1, 7)]
+    with torch._dynamo.config.patch(recompile_limit=8):
+        Compile("default").apply(blocks, torch.device("cuda"))
+        for gradients in (True, False):
+            with torch.set_grad_enabled(gradients):
+                for block in blocks:
+                    block(torch.ones(3, 2))
+    assert len(graphs) == 12

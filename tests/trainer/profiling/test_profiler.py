@@ -63,6 +63,32 @@ def test_torch_profiles_exactly_the_active_steps_before_the_run_ends(tmp_path: P
     assert session.ledger is None
 
 
+def test_kernels_that_no_operator_launched_have_their_share(tmp_path: Path) -> None:
+    def row(key: str, device: str, time: float, note: bool = False) -> SimpleNamespace:
+        kind = getattr(torch.autograd.DeviceType, device)
+        return SimpleNamespace(key=key, device_type=kind, self_device_time_total=time, is_user_annotation=note)
+
+    class Rows(list[SimpleNamespace]):
+        def table(self, **_: object) -> str:
+            return ""
+
+    rows = Rows(
+        [
+            row("ProfilerStep*", "CUDA", 100, note=True),  # the time around everything
+            row("aten::mm", "CPU", 30),
+            row("sm90_gemm", "CUDA", 30),
+            row("CompiledFunction", "CPU", 70),
+            row("triton_poi_fused_add_0", "CUDA", 50),
+            row("triton_red_fused_norm_1", "CUDA", 20),
+        ]
+    )
+    profile = SimpleNamespace(export_chrome_trace=lambda path: None, key_averages=lambda: rows)
+    session = TorchProfiler(active=2).start(tmp_path, torch.device("cuda"), MemoryLedger, 9)
+    session._kept = 2
+    session._write(profile)
+    assert session.summary == "profiled steps: 2; operator time on cuda: compiled and other kernels 70%, mm 30%"
+
+
 def test_no_kernel_of_another_step_lands_in_a_traced_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host runs ahead of a GPU: what it launched before is waited for, and what a step launched before it ends."""
     events: list[str] = []

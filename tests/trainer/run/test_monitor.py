@@ -182,3 +182,35 @@ def test_the_ranks_whose_loss_was_not_finite_are_named() -> None:
     with pytest.raises(NonFiniteGradients, match=r"loss nan") as raised:
         monitor.add(record(1, skipped=True))
     assert raised.value.failure["rank"] == [1]
+
+
+@pytest.mark.parametrize(("last_step", "peak"), [(4, 50), (1, 90)], ids=["several steps", "one step"])
+def test_the_peak_memory_of_a_gpu_is_of_its_steps_without_the_first_and_what_is_between(
+    monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace, last_step: int, peak: int
+) -> None:
+    allocator = SimpleNamespace(peak=0)
+
+    def needs(size: int) -> None:
+        allocator.peak = max(allocator.peak, size)
+
+    def fails(size: int) -> None:
+        needs(size)
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: allocator.peak)
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: setattr(allocator, "peak", 10))
+    needs(200)  # before the training
+    monitor = watch(log_every=1)
+    monitor.trainer.device = torch.device("cuda", 0)
+    monitor.start()
+    lines: Lines = []
+    for step, size in enumerate((90, 50, 40, 30)[:last_step], 1):
+        needs(size)
+        clock.now += 1
+        lines += lines_of(monitor, [record(step)])
+        with monitor.paused():  # an evaluation
+            needs(120)
+    assert [lines[0][1]["memory_bytes"], lines[-1][1]["memory_bytes"]] == [90, peak]
+    with pytest.raises(OSError, match="disk"), monitor.paused():
+        fails(130)
+    assert monitor.peak_memory() == peak

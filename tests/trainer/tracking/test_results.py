@@ -43,13 +43,15 @@ def log(tmp_path: Path) -> Path:
 
 def test_a_finished_run_is_scored_by_its_log_and_summary(log: Path) -> None:
     summary = {"best": {"step": 10, "value": 2.5}, "units_per_s": 105.0, "step_time_s": 0.45, "test": {"accuracy": 0.5},
-               "peak_memory_bytes": 4 << 20, "process_memory_bytes": 8 << 20, "utilisation": {"mfu": 0.42}}  # fmt: skip
+               "peak_memory_bytes": 4 << 20, "reserved_memory_bytes": 6 << 20,
+               "process_memory_bytes": 8 << 20, "utilisation": {"mfu": 0.42}}  # fmt: skip
     assert scores(log, summary) == {
         "best_loss": (2.5, 10),
         "throughput": (105.0, 20),
         "step_time_ms": (450.0, 20),
         "mfu": (0.42, 20),
         "peak_memory_mib": (4.0, 20),
+        "reserved_memory_mib": (6.0, 20),
         "process_memory_mib": (8.0, 20),
         "test_accuracy": (0.5, 20),
     }
