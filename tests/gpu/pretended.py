@@ -10,7 +10,6 @@ streams, pinned memory, NCCL and torch.compile cannot be pretended.
 from __future__ import annotations
 
 import itertools
-import math
 import runpy
 import sys
 import threading
@@ -68,7 +67,6 @@ class Pretended:
     total: int = 80 * GIB  # bytes of its memory, of which other processes hold these
     elsewhere: int = 0
     fraction: float = 1.0  # of the total that this process may take
-    largest: float = math.inf  # bytes of the largest tensor for which there is memory
     allocated: int = 0  # bytes in tensors; what is reserved is kept when they are freed
     reserved: int = 0
     max_allocated: int = 0
@@ -84,8 +82,7 @@ class Pretended:
 
     def allocate(self, size: int) -> None:
         """Count so many bytes more in tensors, where there are so many."""
-        room = min(self.fraction * self.total, self.total - self.elsewhere) - self.allocated
-        if size > min(room, self.largest):
+        if self.allocated + size > min(self.fraction * self.total, self.total - self.elsewhere):
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size / GIB:.2f} GiB.")
         self.allocated += size
         self.reserved = max(self.reserved, self.allocated)

@@ -43,8 +43,8 @@ def test_a_language_model_is_evaluated_and_continues_a_text(
     gpu: object, commands_in_this_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    trained(*TEXT, "ema=default", "checkpoint.every=1", "eval_samples=40")
-    out = answer("evaluate", "precision=fp32,bf16", "loader=plain", "micro_batch_size=2")
+    trained(*TEXT, "ema=default", "checkpoint.every=1", "eval_samples=20")
+    out = answer("evaluate", "precision=fp32,bf16", "loader=plain", "micro_batch_size=1")
     assert "bf16" in out
     assert "perplexity" in out
     assert answer("generate", "prompt=<1><2>", "max_new_tokens=4").startswith("<1><2>")

@@ -96,12 +96,6 @@ def test_a_torchao_that_does_not_import_beside_this_triton_is_named(
         started(tmp_path, "precision=mxfp8", "recipe.width=32", "batch_size=4")
 
 
-def test_a_microbatch_of_auto_is_halved_until_it_fits(pretended: Pretended, tmp_path: Path) -> None:
-    pretended.largest = 2**12
-    _, record = started(tmp_path)
-    assert (record["batch_size"], record["micro_batch_size"]) == (512, 64)
-
-
 def test_a_driver_that_is_too_old_does_not_make_it_a_run_on_the_cpu(pretended: Pretended, tmp_path: Path) -> None:
     pretended.available, pretended.driver = False, "550.54.15"
     for device in ("auto", "cuda"):
