@@ -32,4 +32,4 @@ ENV PATH=/app/.venv/bin:$PATH HOME=/home/any USER=mantissa \
     MLFLOW_TRACKING_URI=sqlite:////app/outputs/mlflow.db
 VOLUME /app/outputs
 LABEL org.opencontainers.image.title=Mantissa org.opencontainers.image.licenses=Apache-2.0
-CMD ["python", "scripts/train.py", "recipe=gpt2", "recipe.size=nano", "data.tokenizer=bytes", "precision=bf16"]
+CMD ["python", "scripts/train.py", "recipe=gpt2", "recipe.size=nano", "data.tokenizer=bytes", "precision=auto"]

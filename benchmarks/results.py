@@ -56,6 +56,8 @@ def keep(hardware: Hardware, command: str, measured: dict[str, dict[str, Any]]) 
     """
     commit = os.environ.get("MANTISSA_COMMIT")  # in a copy of the project without git
     git = {"commit": commit, "dirty": "false"} if commit else git_facts()
+    if not git:
+        return "not kept: there is no git here; name the commit: MANTISSA_COMMIT=…"
     if git.get("dirty") != "false":
         return "not kept: commit your changes first, so that others can run what was measured"
     path = RESULTS / f"{machine_name(hardware)}.json"

@@ -53,7 +53,7 @@ class Llama(LanguageRecipe):
     on_cpu = "nano"
     on_gpu = "1B"
     cpu_sizes = Sizes(steps=200, batch_size=16, micro_batch_size=16)  # a minute or two
-    gpu_sizes = Sizes(steps=200, batch_size=8, micro_batch_size=1)  # one sample of 8192 tokens at a time
+    gpu_sizes = Sizes(steps=50, batch_size=8, micro_batch_size=1)  # one sample of 8192 tokens at a time
     size: str = "auto"
     """nano, 1B or 8B; auto: nano on a CPU, 1B on a GPU."""
     layers: int | None = None

@@ -28,6 +28,10 @@ _HUGE_PAGE, _USE_HUGE_PAGES = 2**21, 14  # bytes; of Linux's mman.h
 _DRIVERS = {12: 525, 13: 580}
 """The first driver of each major version of CUDA (NVIDIA, "CUDA Compatibility", minor version compatibility)."""
 
+# Deterministic algorithms need it, and torch asks once in a process, at its first product on CUDA: a later run in the
+# process could not set it.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 NATIVE, EMULATED, UNAVAILABLE = "native", "emulated", "not available"
 
 
@@ -155,8 +159,7 @@ def detect(device: str) -> Hardware:
     Raises:
         UserError: no such device here, or an NVIDIA GPU that torch cannot use.
     """
-    if device.partition(":")[0] in ("auto", CUDA.type):
-        _check_driver(device)
+    check_driver(device)
     if device == "auto":
         device = best_type()
     try:
@@ -198,30 +201,43 @@ def driver_version() -> str | None:
     return version.decode() if isinstance(version, bytes) else str(version)
 
 
-def _check_driver(device: str) -> None:
+def check_driver(device: str) -> None:
     """Refuse to train on the CPU, without a word, beside a GPU that the driver sees and torch cannot use.
 
     Not where ``CUDA_VISIBLE_DEVICES`` hides it, nor with a build of torch for CPUs: there the user asks for the CPU.
     """
-    if torch.version.cuda is None or torch.cuda.is_available():
+    import pynvml
+
+    asked = device.partition(":")[0] in ("auto", CUDA.type)
+    if not asked or torch.version.cuda is None or torch.cuda.is_available():
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a library of the driver without a driver
-        if not torch.cuda.device_count():  # which asks the driver (NVML), as long as CUDA is not initialised
-            return
+        found = torch.cuda.device_count()  # which asks the driver (NVML), as long as CUDA is not initialised
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError_LibRmVersionMismatch:
+        raise UserError(
+            f"device={device}: the NVIDIA driver that runs is not of the version of its library, as after an update; "
+            "restart the machine",
+            "device=cpu",
+        ) from None
+    except pynvml.NVMLError:
+        pass
+    if not found:
+        return
     try:
         torch.cuda.init()
         why = "it finds none"
     except RuntimeError as error:
         why = first_line(error).partition(". ")[0]
-    major = int(torch.version.cuda.partition(".")[0])
-    needs = f", which needs a driver from {_DRIVERS[major]} on" if major in _DRIVERS else ""
-    raise UserError(
-        f"device={device}: torch cannot use the NVIDIA GPU that is here ({why}); the driver is {driver_version()}, and "
-        f"torch {torch.__version__} is built for CUDA {torch.version.cuda}{needs}; update the driver, or install torch "
-        "for an older CUDA",
-        "device=cpu",
-    )
+    text = f"device={device}: torch cannot use the NVIDIA GPU that is here ({why}); the driver is {driver_version()}"
+    if "too old" in why:
+        major = int(torch.version.cuda.partition(".")[0])
+        needs = f", which needs a driver from {_DRIVERS[major]} on" if major in _DRIVERS else ""
+        text += f", and torch {torch.__version__} is built for CUDA {torch.version.cuda}{needs}; update the driver, or "
+        text += "install torch for an older CUDA"
+    raise UserError(text, "device=cpu")
 
 
 def _check_code(name: str, capability: tuple[int, int]) -> None:
@@ -341,9 +357,6 @@ def seed_everything(seed: int) -> None:
 
 def set_determinism(deterministic: bool) -> None:
     """Make torch refuse operations without a repeatable implementation, or let it choose the fastest."""
-    if deterministic:
-        # cuBLAS requires it, before its first use.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
     # It takes a pass over memory and changes no result.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -46,7 +46,8 @@ def seconds_to_train(step: Step, budget: Budget, trainings: int = 1) -> float:
     """Return how long one step takes in all trainings, about: some in the run's format, and those of the standard."""
     taken = budget.step_seconds
     if step.format.half is None:  # the reference is in fp64
-        return taken * (1 + step.fp64_slowdown + trainings)
+        references = 1 if step.format.number is FP32 else _REPLAYS + 2  # see ``Standard.spread``
+        return taken * (1 + trainings) + budget.fp64_seconds * references
     return taken * trainings + budget.spent.get(FP32.name, taken) * (_REPLAYS + 2)  # the exact one, and one that rests
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -68,11 +69,11 @@ class Exponents:
         there = size[size != 0]
         self.zeros += size.numel() - there.numel()
         if there.numel():
-            bins = (torch.frexp(there)[1] - 1).clamp_(LOWEST, HIGHEST).sub_(LOWEST).long().cpu()
+            bins = (torch.frexp(there)[1] - 1).clamp_(LOWEST, HIGHEST).sub_(LOWEST).long()
             self.amax = max(self.amax, there.max().item())
-            self.counts += torch.bincount(bins, minlength=_BINS)
-            # On the host: CUDA adds weights up in any order, which deterministic algorithms refuse.
-            self.squares += torch.bincount(bins, there.double().square().cpu(), _BINS)
+            with _any_order():  # in which CUDA adds weights up
+                self.counts += torch.bincount(bins, minlength=_BINS).cpu()
+                self.squares += torch.bincount(bins, there.double().square(), _BINS).cpu()
 
     def lost(self, scale: float) -> float:
         """Return the share of the norm of the elements that become 0 in fp16 at a scale, below half of its least."""
@@ -86,6 +87,17 @@ class Exponents:
         while exponent < _HALF_OF_LEAST - LOWEST and self.lost(2.0**exponent) > share:
             exponent += 1
         return exponent
+
+
+@contextmanager
+def _any_order() -> Iterator[None]:
+    """Allow operators whose result is not repeatable, for a measurement."""
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -175,8 +175,8 @@ def _formats(step: Step) -> list[FormatTrial]:
 def _in_fp64(step: Step, trial: FormatTrial, budget: Budget, fp32: FormatTrial | None) -> FormatTrial:
     """Return the trial in fp64 as it ended: of a part of the step, where it has no time for all that fp32 can."""
     seconds, few = budget.fp64_seconds, step.with_microbatches(step.first_samples())
-    share = few.multiplications / step.multiplications
-    if seconds <= budget.left() or share == 1 or fp32 is None or fp32.breaks:
+    share = few.multiplications / max(1, step.multiplications)  # 0: batches that hold no tensor
+    if seconds <= budget.left() or not 0 < share < 1 or fp32 is None or fp32.breaks:
         return _taken(step, trial, budget, always=False, seconds=seconds)
     part = _taken(few, replace(trial, name=f"{trial.name} of a part"), budget, always=False, seconds=seconds * share)
     return replace(part, loss=math.nan)  # of other samples

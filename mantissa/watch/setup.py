@@ -406,10 +406,11 @@ def _setting(name: str, tf32: bool) -> str:
     """Return what to set for fp32 products in TF32 or IEEE: the older flags, too, so that none contradicts another."""
     if name == "cuda.matmul":
         return f"torch.backends.cuda.matmul.allow_tf32 = {tf32}"
-    value = "tf32" if tf32 else "ieee"
-    if name.startswith("cudnn"):  # the older flag is for all of cuDNN, and lets the newer ones inherit
+    if name.startswith("cudnn"):
+        # The older flag is for all of cuDNN, and lets the newer ones inherit; so do those of matmuls from cuDNN's tf32.
+        value = "none" if tf32 else "ieee"
         return f"torch.backends.cudnn.fp32_precision = '{value}'; torch.backends.cudnn.allow_tf32 = {tf32}"
-    return f"torch.backends.{name}.fp32_precision = '{value}'"
+    return f"torch.backends.{name}.fp32_precision = '{'tf32' if tf32 else 'ieee'}'"
 
 
 def _fp32_arithmetic(first: FirstStep, format: Format | None) -> Aspect:

@@ -134,6 +134,26 @@ def beside_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("beside_a_driver")
+def test_a_driver_that_was_updated_while_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", init)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UserError, match=r"not of the version of its library.*device=cpu"):
+        detect("auto")
+
+
+@pytest.mark.usefixtures("beside_a_driver")
+def test_several_processes_are_told_of_the_driver_before_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    for device in ("auto", "cuda"):
+        with pytest.raises(UserError, match="too old"):
+            DDP().world(device)
+
+
+@pytest.mark.usefixtures("beside_a_driver")
 def test_a_gpu_that_torch_cannot_use_is_not_passed_over_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     for device in ("auto", "cuda", "cuda:0"):
         with pytest.raises(UserError, match=r"too old .found version 12040.*550\.54\.15.*13\.2.*580.*device=cpu"):

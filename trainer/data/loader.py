@@ -246,7 +246,8 @@ class Loader:
     """Whether batches are in page-locked memory, where the device copies from it, and workers are kept."""
     workers: int | str = "auto"
     """Data-loading processes; auto: 0 for data in memory; if samples are decoded, one per core of this rank (at most
-    16 where the CPU computes). With more than four cores, two stay free for launching kernels and pinning memory."""
+    32, or 16 where the CPU computes). With more than four cores, two stay free for launching kernels and pinning
+    memory."""
 
     def __post_init__(self) -> None:
         check_number("loader.workers", self.workers, 0)
@@ -256,8 +257,8 @@ class Loader:
         if self.workers != "auto" or context.datasets is None:
             return self, []
         cores = context.hardware.cpu_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        most = cores if context.hardware.is_gpu else 16
-        enough = max(1, min(most, cores - 2 if cores > 4 else cores)) if context.datasets.decodes else 0
+        most = min(32 if context.hardware.is_gpu else 16, cores - 2 if cores > 4 else cores)
+        enough = max(1, most) if context.datasets.decodes else 0
         return replace(self, workers=context.recorded.get("loader.workers", enough)), []
 
     def batches(

@@ -77,7 +77,7 @@ def missing(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     lacking = []
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+    if not any(map(shutil.which, [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"])):
         lacking.append("a C compiler (apt install gcc)")
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Debian's own, as Triton has it
     headers = sysconfig.get_paths(scheme)["include"]

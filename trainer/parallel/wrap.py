@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mantissa.formats import STOCHASTIC
 from trainer.errors import Interrupted, RunError, UserError, check_range, first_line
-from trainer.hardware import DEVICE_KINDS, best_type, kind_of
+from trainer.hardware import DEVICE_KINDS, best_type, check_driver, kind_of
 from trainer.parallel.shards import shard_again
 from trainer.parallel.world import UNSET, World, check_launch, launched_local_rank, launched_processes, tasks_alone
 from trainer.precision.modes import Precision
@@ -195,6 +195,7 @@ class SeveralProcesses(Parallel):
 
     def world(self, device: str) -> World:
         check_launch()
+        check_driver(device)
         device_type = best_type() if device == "auto" else device
         joined = [kind.type for kind in DEVICE_KINDS if kind.collectives]
         if device_type not in joined:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import NonFiniteError
-from trainer.hardware import kind_of, peak_memory_bytes, reset_peak_memory
+from trainer.hardware import kind_of, peak_memory_bytes, reserved_memory_bytes, reset_peak_memory
 from trainer.precision.scaler import Scaling
 from trainer.profiling.utilisation import Utilisation
 from trainer.recipe import UserRecipe
@@ -94,7 +94,7 @@ class Monitor:
         self._totals = {name: 0.0 for name, metric in STEP_METRICS.items() if metric.combine is None}
         self._skipped_in_a_row = 0
         self._memory, self._memory_read = 0, -math.inf
-        self._peak, self._added = 0, 0
+        self._peak, self._reserved, self._added = 0, 0, 0
         self._timed_until = time.perf_counter()
         """The time up to which ``trained_s`` has counted, or left out, on the clock."""
         self._window = _Window(self._timed_until)
@@ -213,6 +213,11 @@ class Monitor:
         """Return the peak bytes of a step since the start: allocated on a GPU; elsewhere those of this process."""
         return max(self._peak, peak_memory_bytes(self.trainer.device))
 
+    def reserved_memory(self) -> int | None:
+        """Return the most bytes that torch has taken of a GPU since the start, freed blocks included."""
+        reserved = reserved_memory_bytes(self.trainer.device)
+        return reserved and max(self._reserved, reserved)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to report the same numbers, as JSON types; call ``collect`` first."""
         return {"interval": self._interval, "totals": self._totals, "skipped_in_a_row": self._skipped_in_a_row}
@@ -234,6 +239,7 @@ class Monitor:
         """Measure the memory of a GPU anew from here on, and keep the peak until now where it is one of steps."""
         if kind_of(self.trainer.device).own_memory:
             self._peak = self.peak_memory() if of_steps else self._peak
+            self._reserved = self.reserved_memory() or 0
             reset_peak_memory(self.trainer.device)
 
     def _count(self, records: Sequence[StepRecord], columns: dict[str, list[float]]) -> None:

@@ -8,7 +8,6 @@ import torch
 
 from mantissa.display import counted, finite, loss, quantity, size
 from mantissa.step.ledger import Ledger
-from trainer.hardware import reserved_memory_bytes
 from trainer.precision.kernels import in_short, not_timed_here
 from trainer.profiling.utilisation import text as mfu_text
 from trainer.run.monitor import Monitor
@@ -50,7 +49,7 @@ def results(trainer: Trainer, scores: Scores, monitor: Monitor, ledger: Ledger |
         "utilisation": monitor.utilisation.facts(units_per_s),
         "not_timed": not_timed_here(precision.mode, hardware, precision.kernels, trainer.convolves),
         "peak_memory_bytes": memory if hardware.is_gpu else ledger and ledger.peak_bytes,
-        "reserved_memory_bytes": reserved_memory_bytes(trainer.device),
+        "reserved_memory_bytes": monitor.reserved_memory(),
         "process_memory_bytes": None if hardware.is_gpu else memory,
         "skipped_steps": monitor.skipped_steps,  # of the whole run
         "unreadable_samples": 0,  # counted at the end

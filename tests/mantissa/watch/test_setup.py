@@ -357,6 +357,16 @@ def test_what_is_set_as_told_leaves_nothing_to_tell(wrong: str, precision: str, 
     assert precision == "bf16" or older == (precision == "tf32",) * 2
 
 
+def test_tf32_of_convolutions_leaves_matmuls_as_they_are(flags: Any) -> None:
+    for library in (torch.backends, torch.backends.cuda.matmul, torch.backends.cudnn):
+        library.fp32_precision = "none"  # torch's default, which reads as that of another
+    torch.backends.cudnn.conv.fp32_precision = "tf32"  # allow_tf32 is off
+    (sentence,) = flags_differ("cuda", nn.Conv2d(1, 1, 1), None)
+    exec(sentence.partition(": set ")[2].removesuffix("."))
+    assert torch.backends.cudnn.conv.fp32_precision == "tf32"
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision()) == (False, "highest")
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_fp16_weights_that_a_scaler_refuses_are_named_at_once(fused: bool) -> None:
     net, said = nn.Linear(2, 2).half(), list[str]()

@@ -188,17 +188,20 @@ def test_the_ranks_whose_loss_was_not_finite_are_named() -> None:
 def test_the_peak_memory_of_a_gpu_is_of_its_steps_without_the_first_and_what_is_between(
     monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace, last_step: int, peak: int
 ) -> None:
-    allocator = SimpleNamespace(peak=0)
+    allocator = SimpleNamespace(peak=0, reserved=0)
 
     def needs(size: int) -> None:
         allocator.peak = max(allocator.peak, size)
+        allocator.reserved = max(allocator.reserved, size)
 
     def fails(size: int) -> None:
         needs(size)
         raise OSError("the disk is full")
 
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: allocator.peak)
-    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: setattr(allocator, "peak", 10))
+    monkeypatch.setattr(torch.accelerator, "max_memory_reserved", lambda device: allocator.reserved)
+    reset = lambda device: vars(allocator).update(peak=10, reserved=10)  # noqa: E731
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", reset)
     needs(200)  # before the training
     monitor = watch(log_every=1)
     monitor.trainer.device = torch.device("cuda", 0)
@@ -213,4 +216,4 @@ def test_the_peak_memory_of_a_gpu_is_of_its_steps_without_the_first_and_what_is_
     assert [lines[0][1]["memory_bytes"], lines[-1][1]["memory_bytes"]] == [90, peak]
     with pytest.raises(OSError, match="disk"), monitor.paused():
         fails(130)
-    assert monitor.peak_memory() == peak
+    assert (monitor.peak_memory(), monitor.reserved_memory()) == (peak, 130)
