@@ -32,4 +32,5 @@ ENV PATH=/app/.venv/bin:$PATH HOME=/home/any USER=mantissa \
     MLFLOW_TRACKING_URI=sqlite:////app/outputs/mlflow.db
 VOLUME /app/outputs
 LABEL org.opencontainers.image.title=Mantissa org.opencontainers.image.licenses=Apache-2.0
-CMD ["python", "scripts/train.py", "recipe=gpt2", "recipe.size=nano", "data.tokenizer=bytes", "precision=auto"]
+# As make train: beside an NVIDIA driver what the GPU has, bf16 or fp16.
+CMD ["sh", "-c", "exec python scripts/train.py recipe=gpt2 recipe.size=nano data.tokenizer=bytes precision=$(command -v nvidia-smi >/dev/null && echo auto || echo bf16)"]

@@ -17,7 +17,7 @@ BIN    := $(VENV)/bin
 OLDEST ?= .venv-oldest
 DOCS   ?= .venv-docs
 # Of make train: beside an NVIDIA driver what the GPU has, bf16 or fp16.
-PRECISION ?= $(if $(shell command -v nvidia-smi),auto,bf16)
+PRECISION ?= $(if $(shell command -v nvidia-smi 2>/dev/null),auto,bf16)
 # Tests at a time, for two cores: many of them wait for processes that they start.
 TESTS  ?= 3
 CONSTRAINTS := constraints.txt

@@ -46,6 +46,16 @@ def machine_name(hardware: Hardware) -> str:
     return "-".join(parts)
 
 
+def origin() -> tuple[str, bool]:
+    """Return the commit of this checkout, and whether it is that, unchanged; empty where neither git nor the user
+    knows.
+    """
+    if commit := os.environ.get("MANTISSA_COMMIT"):  # in a copy of the project without git
+        return commit, True
+    git = git_facts()
+    return git.get("commit", ""), git.get("dirty") == "false"
+
+
 def keep(hardware: Hardware, command: str, measured: dict[str, dict[str, Any]]) -> str:
     """Put measurements in the place of earlier ones of the same name; return what was done, in words.
 
@@ -54,18 +64,17 @@ def keep(hardware: Hardware, command: str, measured: dict[str, dict[str, Any]]) 
         command: what measures them again.
         measured: by name ``value``, ``low``, ``high`` and ``unit``; a comparison's loss also has a ``verdict``.
     """
-    commit = os.environ.get("MANTISSA_COMMIT")  # in a copy of the project without git
-    git = {"commit": commit, "dirty": "false"} if commit else git_facts()
-    if not git:
+    commit, clean = origin()
+    if not commit:
         return "not kept: there is no git here; name the commit: MANTISSA_COMMIT=…"
-    if git.get("dirty") != "false":
+    if not clean:
         return "not kept: commit your changes first, so that others can run what was measured"
     path = RESULTS / f"{machine_name(hardware)}.json"
     kept = read_json(path)["measurements"] if path.exists() else {}
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    origin = {"command": command, "date": today, "commit": git["commit"]}
+    of_each = {"command": command, "date": today, "commit": commit}
     found = {"machine": path.stem, "hardware": hardware.facts(), "versions": versions()}
-    found["measurements"] = kept | {name: values | origin for name, values in measured.items()}
+    found["measurements"] = kept | {name: values | of_each for name, values in measured.items()}
     write_text(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     return f"kept in {path.relative_to(PROJECT)}"
 

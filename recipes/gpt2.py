@@ -75,7 +75,8 @@ class GPT2(LanguageRecipe):
     def sizes(self, hardware: Hardware) -> Sizes:
         """Return those of the size; on a CPU the same in all precisions, so that all train the same."""
         sizes = super().sizes(hardware)
-        if hardware.is_gpu and hardware.memory_bytes >= LARGE_BYTES:
+        fits = not self.pretrained and self.size in [*SHAPES][: [*SHAPES].index(self.on_gpu) + 1]
+        if hardware.is_gpu and hardware.memory_bytes >= LARGE_BYTES and fits:
             return replace(sizes, micro_batch_size=64)
         if hardware.device.type != "cpu" or self.pretrained or self.size != self.on_cpu:
             return sizes

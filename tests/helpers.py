@@ -17,15 +17,18 @@ from hydra import initialize_config_dir
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mantissa.formats import MXFP8
 from recipes.language import torch_can_chunk
 from tests.mantissa.bits import same_bits as same_bits
 from trainer.config.build import build
 from trainer.config.registration import register
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets, SampleId
+from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.optim.update import Clip
 from trainer.parallel.world import World
+from trainer.precision.scaled import ARITHMETIC, Product
 from trainer.recipe import Context, DataSource, LossOutput, Recipe, Sizes
 from trainer.trainer import StepRecord, Trainer
 
@@ -74,6 +77,15 @@ def gradients(*overrides: str) -> list[Tensor | None]:
     torch.manual_seed(0)
     trainer.recipe.loss(trainer.model, next(trainer.batches())[0]).loss_sum.backward()
     return [parameter.grad for parameter in trainer.model.parameters()]
+
+
+def mxfp8_of_torchao(native: bool) -> Product:
+    """The product of mxfp8; without torchao, or where it does not fit the Triton that is here, the test is skipped."""
+    pytest.importorskip("torchao", reason="torchao is optional")
+    try:
+        return ARITHMETIC[MXFP8].product("", native)
+    except UserError as error:
+        pytest.skip(str(error))
 
 
 def without_padding(logits: Tensor, vocabulary: int) -> Tensor:

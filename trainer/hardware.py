@@ -209,7 +209,8 @@ def check_driver(device: str) -> None:
     import pynvml
 
     asked = device.partition(":")[0] in ("auto", CUDA.type)
-    if not asked or torch.version.cuda is None or torch.cuda.is_available():
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    if not asked or hidden or torch.version.cuda is None or torch.cuda.is_available():
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a library of the driver without a driver

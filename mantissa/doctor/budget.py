@@ -16,9 +16,9 @@ from mantissa.tensors import synchronise
 
 Result = TypeVar("Result")
 Say = Callable[[str], None]
-_FASTEST_HALF = 16
-"""How many times as fast as in fp32 a GPU multiplies in 16 bits, at most: A100 312 to 19.5 TFLOP/s, H100 989 to 67."""
 """Hears the name of a part before it begins."""
+_FASTEST = 16
+"""How many times as fast as in fp32 a GPU multiplies in TF32 or 16 bits, at most: A100 312 to 19.5 TFLOP/s."""
 
 
 class LeftOutError(Exception):
@@ -120,7 +120,7 @@ class Budget:
     def fp64_seconds(self) -> float:
         """How long the step takes in fp64, about."""
         # What was done for the first time in fp32, such as loading kernels, is no time of fp64's.
-        most = self.step_seconds * (_FASTEST_HALF if self._step.format.half else 1)
+        most = self.step_seconds * (1 if self._step.format.number is FP32 else _FASTEST)
         return min(self.spent.get(FP32.name, most), most) * self._step.fp64_slowdown
 
     @property

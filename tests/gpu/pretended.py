@@ -81,8 +81,9 @@ class Pretended:
     _blocks: dict[weakref.ref[Any], int] = field(default_factory=dict, repr=False)
 
     def allocate(self, size: int) -> None:
-        """Count so many bytes more in tensors, where there are so many."""
-        if self.allocated + size > min(self.fraction * self.total, self.total - self.elsewhere):
+        """Count so many bytes more in tensors, where there are so many, or that many are cached."""
+        most = min(self.fraction * self.total, self.total - self.elsewhere)
+        if self.allocated + size > max(self.reserved, most):
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size / GIB:.2f} GiB.")
         self.allocated += size
         self.reserved = max(self.reserved, self.allocated)

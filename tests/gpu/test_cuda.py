@@ -17,7 +17,7 @@ from mantissa.step.ledger import MemoryLedger
 from recipes.gpt2 import SHAPES, Shape
 from tests.gpu.conftest import Gpu, real, waits
 from tests.gpu.pretended import Pretended
-from tests.helpers import PROJECT, copied, fit, same_bits, trainer_of
+from tests.helpers import PROJECT, copied, fit, mxfp8_of_torchao, same_bits, trainer_of
 from tests.parallel.conftest import TORCHRUN, environment
 from tests.parallel.ranks import flag_obeyed
 from tests.parity.bare import Bare, gpt2_loss
@@ -285,12 +285,10 @@ def test_memory_profiler_writes_the_allocators_history(tmp_path: Path) -> None:
 @real("kernels are not pretended")
 @pytest.mark.parametrize("mode", ["mxfp8"], indirect=True)
 def test_native_mxfp8_multiplies_as_the_emulated_one(mode: str) -> None:
-    from trainer.precision.scaled import ARITHMETIC
-
     x, weight = (torch.randn(256, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     results = []
     for native in (True, False):
-        ARITHMETIC[NUMBERS[mode]].product("", native)(x, weight).square().sum().backward()
+        mxfp8_of_torchao(native)(x, weight).square().sum().backward()
         results.append((x.grad, weight.grad))
         x.grad = weight.grad = None
     for one, other in zip(*results, strict=True):
@@ -301,7 +299,7 @@ def test_native_mxfp8_multiplies_as_the_emulated_one(mode: str) -> None:
 @pytest.mark.filterwarnings("default")  # warnings of the compiler are not tested here
 @pytest.mark.parametrize("mode", ["fp8"], indirect=True)
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("compiled", ["'off'", "default"])
+@pytest.mark.parametrize("compiled", ["'off'", "default"], ids=["eager", "compiled"])
 def test_fp8_trains_as_bf16_does(mode: str, scaling: str, compiled: str) -> None:
     """Compiled, fp8 by rows was NaN behind a fused RMS norm (pytorch issue 150859)."""
     pytest.importorskip("torchao.float8", reason="torchao is optional")

@@ -77,8 +77,9 @@ def missing(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     lacking = []
-    if not any(map(shutil.which, [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"])):
-        lacking.append("a C compiler (apt install gcc)")
+    named = os.environ.get("CC")
+    if not any(map(shutil.which, [named] if named else ["gcc", "clang"])):
+        lacking.append(f"the C compiler that CC={named} names" if named else "a C compiler (apt install gcc)")
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Debian's own, as Triton has it
     headers = sysconfig.get_paths(scheme)["include"]
     if not os.path.exists(os.path.join(headers, "Python.h")):

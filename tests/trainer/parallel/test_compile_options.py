@@ -120,6 +120,7 @@ def test_what_triton_builds_its_launcher_with_is_looked_for_before_it_compiles(
     tmp_path: Path,
 ) -> None:
     monkeypatch.delenv("CC", raising=False)
+    compilers = set(compilers)
     monkeypatch.setattr(shutil, "which", lambda name: name if name in compilers else None)
     monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
     if headers:
@@ -129,6 +130,8 @@ def test_what_triton_builds_its_launcher_with_is_looked_for_before_it_compiles(
         Compile("default").apply([torch.nn.Linear(1, 1)], torch.device(device))
     assert len(given) == (0 if lacks else 1)
     monkeypatch.setenv("CC", "/opt/cc")
+    assert "the C compiler that CC=/opt/cc names" in missing(torch.device("cuda"))
+    compilers.add("/opt/cc")
     assert "compiler" not in missing(torch.device("cuda"))
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mantissa.formats import MXFP8
+from tests.helpers import mxfp8_of_torchao
 from tests.trainer.precision import ocp
-from trainer.precision import nvfp4, scaled
+from trainer.precision import nvfp4
 from trainer.precision.scaled import Product
 
 ROWS, IN, OUT = 96, 160, 64  # multiples of 32, all different: a block along the wrong dimension fits, and shows
@@ -61,8 +61,7 @@ def trained(product: Product, x: Tensor, weight: Tensor, upstream: Tensor) -> tu
 
 @pytest.fixture
 def mxfp8_product() -> Product:
-    pytest.importorskip("torchao", reason="torchao is optional")
-    return scaled.ARITHMETIC[MXFP8].product("", False)
+    return mxfp8_of_torchao(native=False)
 
 
 # --- mxfp8 ---

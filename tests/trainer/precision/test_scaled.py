@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mantissa.formats import FORMATS, FP8, MXFP8, NVFP4, Number
-from tests.helpers import CPU, GPT2, GPU, compose, fit, trainer_of
+from tests.helpers import CPU, GPT2, GPU, compose, fit, mxfp8_of_torchao, trainer_of
 from trainer.errors import UserError
 from trainer.hardware import EMULATED
 from trainer.precision import modes, scaled
@@ -21,6 +21,12 @@ from trainer.run.record import observed
 
 SCALED = [name for name, row in FORMATS.items() if row.number.scaled]
 LLAMA = ("recipe=llama", *GPT2[1:], "recipe.layers=1", "steps=3", "micro_batch_size=2")
+
+
+@pytest.fixture(autouse=True)
+def skipped_without_torchaos_kernels(request: pytest.FixtureRequest) -> None:
+    if "mxfp8" in request.node.name:
+        mxfp8_of_torchao(native=False)
 
 
 def convert(model: nn.Module, number: Number = MXFP8, islands: list[str] | None = None) -> nn.Module:
@@ -134,6 +140,7 @@ def test_fp8_has_the_scaling_that_is_asked_for(scaling: str) -> None:
 
 
 def test_a_llama_is_forecast_and_keeps_what_fp32_modules_names_and_its_head() -> None:
+    mxfp8_of_torchao(native=False)
     assert forecast(compose(*LLAMA, "precision=mxfp8", "device=cpu")).peak_bytes > 0
     trainer = trainer_of(*LLAMA, "precision=mxfp8", "precision.fp32_modules=['*.v_proj']")
     names = scaled.converted(trainer.model)
