@@ -335,7 +335,7 @@ def main(arguments: list[str]) -> int:
     """Run the stages, print what each found; return 1 where one failed."""
     options, _ = parse(arguments, GpuOptions)
     if find_spec("pytest") is None:
-        raise UserError("the tests of the gate need pytest, which is not installed", "pip install pytest")
+        raise UserError("the tests of the gate need pytest, which is not installed (pip install pytest)")
     folder = Path(options.folder).resolve()
     if options.rehearse != "no":
         folder /= options.rehearse  # never among what was measured
@@ -343,8 +343,10 @@ def main(arguments: list[str]) -> int:
     every = setting.stages()
     if unknown := [name for name in options.only if name not in (names := [stage.name for stage in every])]:
         raise UserError(f"only={unknown[0]} is unknown{nearest(unknown[0], names)} ({', '.join(names)})")
+    hardware = detect("cpu" if setting.small else "auto")
+    if not setting.small and hardware.device.type != "cuda":
+        raise UserError("torch finds no NVIDIA GPU here", "rehearse=cpu")
     folder.mkdir(parents=True, exist_ok=True)
-    hardware = detect("cpu" if setting.small else "cuda")
     print(f"{hardware.name}, {size(hardware.memory_bytes)}, torch {versions()['torch']}", flush=True)
     whole = measure(every, folder, options, hardware)
     return int(any(each["state"] == FAILED for each in whole["stages"].values()))
