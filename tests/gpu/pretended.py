@@ -144,6 +144,7 @@ class Pretended:
             both[f"{most}memory_{kind}"] = lambda *given, _name=most + kind: getattr(self, _name)
         cuda = both | {
             "_lazy_init": self._initialise,
+            "is_current_stream_capturing": lambda: False,
             "get_device_capability": lambda *given: self.capability,
             "get_device_name": lambda *given: self.name,
             "get_device_properties": lambda *given: SimpleNamespace(

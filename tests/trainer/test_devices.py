@@ -66,6 +66,8 @@ def fake(kind: DeviceKind, monkeypatch: pytest.MonkeyPatch) -> Accelerator:
         set_rng_state=here.note("set_rng_state"),
     )
     monkeypatch.setattr(torch.version, "hip", "7.0" if kind is ROCM else None)
+    if kind is ROCM:
+        monkeypatch.setattr(torch.version, "cuda", None)
     found = None if kind is CPU else torch.device(kind.type)
     replaced = {
         "current_accelerator": lambda check_available=False: found,

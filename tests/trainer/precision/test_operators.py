@@ -81,7 +81,7 @@ class Attention(Recipe):
 
 def trainer_of(precision: Precision, recipe: Recipe | None = None, **changes: Any) -> Trainer:
     options: dict[str, Any] = {"batch_size": 8, "micro_batch_size": 4, "steps": 3, "loader": Loader(workers=0)}
-    options |= {"precision": precision, "optimizer": Optimizer("SGD", lr=0.1), "scaler": AutoScaler(init=256.0)}
+    options |= {"precision": precision, "optimizer": Optimizer("AdamW", lr=0.1), "scaler": AutoScaler(init=256.0)}
     return start(Config(recipe or Attention(), NoData(), device="cpu", **options | changes))
 
 
