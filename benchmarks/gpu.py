@@ -334,8 +334,9 @@ def measure(every: list[Stage], folder: Path, options: GpuOptions, hardware: Har
 def main(arguments: list[str]) -> int:
     """Run the stages, print what each found; return 1 where one failed."""
     options, _ = parse(arguments, GpuOptions)
-    if find_spec("pytest") is None:
-        raise UserError("the tests of the gate need pytest, which is not installed (pip install pytest)")
+    needed = {"pytest": "pytest", "pynvml": "nvidia-ml-py", "torchmetrics": "torchmetrics"}
+    if lacking := [package for module, package in needed.items() if find_spec(module) is None]:
+        raise UserError(f"the stages need what is not installed (pip install {' '.join(lacking)})")
     folder = Path(options.folder).resolve()
     if options.rehearse != "no":
         folder /= options.rehearse  # never among what was measured
