@@ -211,7 +211,7 @@ class LoopModel:
 
     def stand_before(self, step: Step) -> None:
         if not step.moments:
-            self.optimizer.state.clear()
+            _begin_anew(self.optimizer)
         step.change_optimizer(self.optimizer.param_groups)
 
     def end_step(self, scale: float, correction: float, meter: UpdateMeter | None) -> None:
@@ -223,6 +223,15 @@ class LoopModel:
         self.optimizer.step()
         if meter is not None:
             meter.after(1, torch.tensor(True))
+
+
+def _begin_anew(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer the state that a new one has."""
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        optimizer.state.clear()
+    for state in optimizer.state.values():  # torch 2.11 makes Adagrad's where it is built, and in no step
+        state["step"].zero_()
+        state["sum"].fill_(optimizer.defaults["initial_accumulator_value"])
 
 
 def _copy(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, torch.optim.Optimizer | None]:

@@ -71,7 +71,7 @@ class Remedies:
 
     deterministic = "torch.use_deterministic_algorithms(True)"
     eager = "no torch.compile"
-    fresh_state = "optimizer.state.clear() before this step"
+    fresh_state = "a new optimizer before this step"
     time_budget = "time_budget_s={0:.0f}, or --time-budget {0:.0f}s"
 
     def modules(self, names: Sequence[str]) -> str:

@@ -116,7 +116,9 @@ def regression(rows: int = 16, offset: float = 0.0, batches: int = 12) -> list[B
 
 
 def error(model: nn.Module, batch: Batch) -> Tensor:
-    return F.mse_loss(model(batch["x"]), batch["y"])
+    output, target = model(batch["x"]), batch["y"]
+    dtype = torch.promote_types(output.dtype, target.dtype)  # torch 2.11's has no backward of two
+    return F.mse_loss(output.to(dtype), target.to(dtype))
 
 
 def scaled(factor: float) -> Callable[[nn.Module, Batch], Tensor]:

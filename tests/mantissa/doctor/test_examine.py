@@ -58,6 +58,26 @@ def test_a_state_that_spoils_the_steps_is_named(key: str, factor: float) -> None
     assert (finding.kind, finding.place.partition(" of ")[0]) == (MOMENT, key), str(finding)
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda model: torch.optim.SGD(model.parameters(), 0.02, 0.9),
+        lambda model: torch.optim.Adam(model.parameters(), 1e-2),
+        lambda model: torch.optim.Adagrad(model.parameters(), 1e-2, initial_accumulator_value=0.5),
+    ],
+)
+def test_a_fresh_state_is_that_of_a_new_optimizer(optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+    model, batches = Own(), regression()
+    weights, used = copy.deepcopy(model.state_dict()), optimizer(model)
+    for batch in batches:
+        error(model, batch).backward()
+        used.step()
+    model.load_state_dict(weights)
+    step, new = (LoopStep.copied(model, error, batches, FORMATS["fp32"], of) for of in (used, optimizer(model)))
+    losses = [each.reference().train(step.batches(1, 5)) for each in (step, step.with_fresh_state(), new)]
+    assert losses[0] != losses[1] == losses[2]
+
+
 def test_a_cause_that_cannot_be_found_for_a_fault_of_the_search_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(*_: Any) -> None:
         raise TypeError("unsupported operand")
@@ -214,8 +234,9 @@ def with_hidden() -> nn.Module:
 
 
 def test_the_surrounding_modes_do_not_matter() -> None:
+    batches = with_value(regression(), 0, 1e30)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        report = mantissa.examine(Own(), error, with_value(regression(), 0, 1e30), "fp32")
+        report = mantissa.examine(Own(), error, batches, "fp32")
     assert report.findings[0].kind == INPUT, str(report)
     assert "bfloat16" not in str(report)
 

@@ -482,7 +482,7 @@ def test_the_loss_is_found_in_what_a_model_returns(output: Callable[[Tensor], An
 
 
 def traced() -> nn.Module:
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch's, of TorchScript
+    with warnings.catch_warnings(action="ignore"):  # torch's, of TorchScript; their category differs between versions
         return torch.jit.trace(nn.Linear(2, 1), torch.ones(1, 2))
 
 

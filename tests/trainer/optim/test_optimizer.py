@@ -145,6 +145,15 @@ def test_sgd_with_dampening_is_not_fused() -> None:
     assert not Optimizer("SGD", options=options).build(net(), CPU).defaults["fused"]
 
 
+def moves_all(name: str) -> bool:
+    """Return whether torch's own fused form takes a loss scale, and changes each of 100 fp16 weights on a CPU."""
+    weight = nn.Parameter(torch.ones(100, dtype=torch.float16))
+    weight.grad = torch.full_like(weight, 0.5)
+    optimizer = optimizer_class(name)([weight], lr=0.125, fused=True)  # type: ignore[call-arg]
+    optimizer.step()
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and bool((weight < 1).all())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "options"), [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adagrad", {"eps": 1e-4}), ("AdamW", {})]
@@ -154,6 +163,10 @@ def test_16_bit_weights_take_the_steps_of_fp32_ones(name: str, options: dict[str
     weights = [torch.ones(100, dtype=kind) for kind in (torch.float32, dtype)]
     for weight in weights:
         model = nn.ParameterList([weight])
+        if weight.dtype == torch.float16 and not moves_all(name):
+            with pytest.raises(UserError, match="gets fp16 gradients without the loss scale"):
+                Optimizer(name, lr=0.125, options=options).build(model, CPU)
+            return
         optimizer = Optimizer(name, lr=0.125, options=options).build(model, CPU)
         for _ in range(3):
             model[0].grad = torch.full_like(weight, 0.5)
@@ -167,7 +180,8 @@ def test_what_computes_in_fp16_is_refused_for_small_gradients_would_be_lost(name
     """Every optimizer that is allowed moves a weight by a true gradient of 2^-26, which is 0 in fp16."""
     optimizer, half = Optimizer(name, lr=2.0**10, fused=fused, options={}), net().to(torch.float16)
     fused_helps = not fused and fused_is_sound(optimizer_class(name), torch.float16, "cpu")
-    remedy = r"optimizer\.fused=true" if fused_helps else "optimizer=adamw optimizer.name=AdamW"
+    words = [] if fused_helps else ["optimizer=adamw optimizer.name=AdamW"]
+    remedy = " ".join(words if fused else [*words, r"optimizer\.fused=true"])
     with pytest.raises(UserError, match=f"set {remedy} or precision=fp16_master"):
         optimizer.build(half, CPU)
     optimizer.build(net().to(torch.bfloat16), CPU)  # which has the exponents of fp32
