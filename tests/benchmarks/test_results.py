@@ -99,6 +99,18 @@ def test_a_measurement_without_words_is_shown_by_its_name() -> None:
     assert "Other measurements" not in blocks(read_machines())[results.PROJECT / "docs/results.md"]
 
 
+def test_a_gpus_column_takes_the_place_of_the_sentence_that_none_was_measured() -> None:
+    rate = {"value": 456_000.4, "low": 456_000.4, "high": 456_000.4, "unit": "tokens/s"}
+    given = {"H200": {"GPT-2 124M, bf16, compiled: throughput": rate}}
+    pages, before = blocks(given), blocks({"a CPU": measured(speed=2)})
+    assert {path.name for path in pages} == {"README.md", "which-precision.md", "results.md"}
+    for path, text in pages.items():
+        assert "| H200 |" in text
+        assert "456,000 tokens/s" in text
+        assert "Nothing has run on a GPU" in before[path]
+        assert "Nothing has run on a GPU" not in text
+
+
 def test_the_picture_can_be_drawn_where_speed_was_not_judged(tmp_path: Path) -> None:
     loss = measured(**{"precisions, bf16 / fp32, validation loss": 0.1})
     loss["precisions, bf16 / fp32, validation loss"]["verdict"] = "EQUIVALENT"
