@@ -206,12 +206,12 @@ def check_driver(device: str) -> None:
 
     Not where ``CUDA_VISIBLE_DEVICES`` hides it, nor with a build of torch for CPUs: there the user asks for the CPU.
     """
-    import pynvml
-
     asked = device.partition(":")[0] in ("auto", CUDA.type)
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     if not asked or hidden or torch.version.cuda is None or torch.cuda.is_available():
         return
+    import pynvml
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a library of the driver without a driver
         found = torch.cuda.device_count()  # which asks the driver (NVML), as long as CUDA is not initialised

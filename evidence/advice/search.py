@@ -203,7 +203,7 @@ class Search:
 
     @property
     def _spare_s(self) -> float:
-        """Seconds until what is left is for the check-up and the pairs; half of the budget does for them."""
+        """Seconds until what is left is for the check-up and the pairs, which keep half of the budget at most."""
         pairs_s = min(2 * PAIRS * self._process_s, max(self.time_budget_s / 2, 2 * LEAST_PAIRS * self._process_s))
         return self._end - self.machine.clock() - pairs_s
 

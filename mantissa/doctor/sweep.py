@@ -83,7 +83,7 @@ class FormatTrial:
             return f"{self.name} {self.why}"
         name = f"{self.name} {self.scales[0]:.10g}" if self.scaler else self.name
         lower = f" at {self.scale:.10g}" if self.backed_off else ""
-        loss = f" (loss {self.loss:.4g})" if with_loss and math.isfinite(self.loss) else ""
+        loss = f" (loss {self.loss:.4g})" if with_loss and self.status == OK and math.isfinite(self.loss) else ""
         return f"{name} {self.status}{lower}{loss}"
 
 

@@ -23,8 +23,8 @@ _REDUCTIONS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_pre
 def set_flags(number: Number) -> None:
     """Set every backend's fp32 mode for this process: IEEE, but TF32 on CUDA where that is the number.
 
-    Products of 16-bit numbers are summed in fp32 and rounded once. Torch's default lets cuBLAS add the parts of a long
-    sum up in 16 bits.
+    In products of 16-bit numbers cuBLAS may no longer add the parts of a long sum up in 16 bits, as torch's default
+    lets it.
     """
     # The older flags, too: torch.compile's kernel templates read them, and torch raises where they disagree with the
     # newer ones. One is not enough: ``torch.set_float32_matmul_precision("highest")`` leaves cuDNN in TF32.
