@@ -2,11 +2,12 @@
 
   seconds=480          a stage begins only if what an H200 should need for it is left of these, and ends with them
   only=gate,doctor     these stages alone, whether they have passed or not; default: all that have not
-  folder=outputs/gpu   logs and runs; gpu.json: what every stage found; gpu.tar.gz: all but weights
-  out=FOLDER           where these two are copied to, after each stage
+  out=FOLDER           where gpu.json and gpu.tar.gz are copied to, after each stage
   rehearse=cpu         every stage in small on a CPU, or rehearse=pretended: on the tests' pretended GPU
-Every stage is a process of its own, and one that fails does not stop the others. What they measure goes into
-results/MACHINE.json as soon as it is known, if the gate has passed: its tests say whether any number means something.
+Logs and runs are in outputs/gpu (of a rehearsal in outputs/gpu-cpu), with gpu.json, what every stage found, and
+gpu.tar.gz, all but weights. Every stage is a process of its own, and one that fails does not stop the others. What they
+measure goes into results/MACHINE.json as soon as it is known, if the gate has passed: its tests say whether any number
+means something.
 Exit code: 0, 1 when a stage failed, 2 for a user error, 130 when interrupted.
 """
 
@@ -53,7 +54,6 @@ class GpuOptions:
 
     seconds: float = 480
     only: list[str] = field(default_factory=list)
-    folder: str = "outputs/gpu"
     out: str = ""
     rehearse: str = "no"
 
@@ -309,14 +309,14 @@ def measure(every: list[Stage], folder: Path, options: GpuOptions, hardware: Har
     wanted = [stage for stage in every if (stage.name in options.only if options.only else not passed(stage.name))]
     for stage in sorted(wanted, key=lambda stage: not options.only and stage.name in known):
         left = until - time.monotonic() - STOPPING_S
-        if why := (
-            f"it may take {stage.expected_s:.0f} s, {max(0, left):.0f} s are left"
-            if stage.expected_s > left
-            else "the gate has not passed"
-            if stage.keeps and options.rehearse == "no" and not passed("gate")
-            else ""
-        ):
-            print(f"{stage.name}: not begun: {why}", flush=True)
+        if stage.expected_s > left:
+            print(
+                f"{stage.name}: not begun: it may take {stage.expected_s:.0f} s, {max(0, left):.0f} s are left",
+                flush=True,
+            )
+            continue
+        if stage.keeps and options.rehearse == "no" and not passed("gate"):
+            print(f"{stage.name}: not begun: the gate has not passed", flush=True)
             continue
         known[stage.name] = found = take(stage, folder, min(2 * stage.expected_s, left))
         print(f"{stage.name}: {found['state']} in {found['seconds']:.0f} s: {found['answer']}", flush=True)
@@ -337,9 +337,7 @@ def main(arguments: list[str]) -> int:
     needed = {"pytest": "pytest", "pynvml": "nvidia-ml-py", "torchmetrics": "torchmetrics"}
     if lacking := [package for module, package in needed.items() if find_spec(module) is None]:
         raise UserError(f"the stages need what is not installed (pip install {' '.join(lacking)})")
-    folder = Path(options.folder).resolve()
-    if options.rehearse != "no":
-        folder /= options.rehearse  # never among what was measured
+    folder = PROJECT / "outputs" / ("gpu" if options.rehearse == "no" else f"gpu-{options.rehearse}")
     setting = Setting(folder, options.rehearse)
     every = setting.stages()
     if unknown := [name for name in options.only if name not in (names := [stage.name for stage in every])]:

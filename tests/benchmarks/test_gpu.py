@@ -44,7 +44,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]
 def test_a_stage_that_fails_or_hangs_stops_no_other_and_one_that_does_not_fit_is_not_begun(
     tmp_path: Path, kept: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = GpuOptions(seconds=1000, folder=str(tmp_path), out=str(tmp_path / "copied"))
+    options = GpuOptions(seconds=1000, out=str(tmp_path / "copied"))
     found = measure(STAGES, tmp_path, options, CPU)["stages"]
     assert json.loads((tmp_path / "gpu.json").read_text())["stages"] == found
     states = {name: each["state"] for name, each in found.items()}
@@ -60,17 +60,17 @@ def test_a_stage_that_fails_or_hangs_stops_no_other_and_one_that_does_not_fit_is
 
 @pytest.mark.usefixtures("kept")
 def test_the_next_call_goes_on_where_the_last_one_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    measure(STAGES[:1], tmp_path, GpuOptions(folder=str(tmp_path)), CPU)
+    measure(STAGES[:1], tmp_path, GpuOptions(), CPU)
     (tmp_path / "first.log").write_text("not run again")
-    found = measure(STAGES[:2], tmp_path, GpuOptions(folder=str(tmp_path)), CPU)["stages"]
+    found = measure(STAGES[:2], tmp_path, GpuOptions(), CPU)["stages"]
     assert (tmp_path / "first.log").read_text() == "not run again"
     assert {name: each["state"] for name, each in found.items()} == {"first": PASSED, "crash": FAILED}
     # What has failed comes again, behind what has not begun.
     capsys.readouterr()
-    measure([*STAGES[:2], STAGES[3]], tmp_path, GpuOptions(folder=str(tmp_path)), CPU)
+    measure([*STAGES[:2], STAGES[3]], tmp_path, GpuOptions(), CPU)
     said = [line.partition(" in ")[0] for line in capsys.readouterr().out.splitlines() if " in " in line]
     assert said == ["gate: passed", "crash: failed"]
-    measure(STAGES, tmp_path, GpuOptions(folder=str(tmp_path), only=["first"]), CPU)
+    measure(STAGES, tmp_path, GpuOptions(only=["first"]), CPU)
     assert (tmp_path / "first.log").read_text() == "fast\n"
 
 
@@ -94,5 +94,5 @@ def test_most_worth_first_and_all_is_small_in_a_rehearsal(tmp_path: Path) -> Non
 
 def test_what_writes_into_results_waits_for_the_gate(tmp_path: Path, kept: list[dict[str, Any]]) -> None:
     bench = replace(says("bench", "print('kept')"), keeps=True)
-    assert "bench" not in measure([bench], tmp_path, GpuOptions(folder=str(tmp_path)), CPU)["stages"]
-    assert "bench" in measure([STAGES[3], bench], tmp_path, GpuOptions(folder=str(tmp_path)), CPU)["stages"]
+    assert "bench" not in measure([bench], tmp_path, GpuOptions(), CPU)["stages"]
+    assert "bench" in measure([STAGES[3], bench], tmp_path, GpuOptions(), CPU)["stages"]

@@ -13,6 +13,14 @@ from trainer.precision.modes import Precision
 
 HERE = torch.cuda.is_available()
 
+IMAGES = (
+    "recipe=resnet",
+    "recipe.arch=shufflenet_v2_x0_5",
+    "recipe.image_size=32",
+    "data=synthetic",
+    "data.classes=10",
+)
+
 
 def real(reason: str) -> Any:
     """Mark a test that a pretended device cannot pass, and say why."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.command_line.conftest import _command
+from tests.gpu.conftest import IMAGES
 from tests.inference.conftest import photo, script
 from trainer.hardware import detect
 
@@ -18,13 +19,6 @@ TEXT = (
     "recipe.context=16",
     "data=synthetic",
     "data.vocab_size=99",
-)
-IMAGES = (
-    "recipe=resnet",
-    "recipe.arch=shufflenet_v2_x0_5",
-    "recipe.image_size=32",
-    "data=synthetic",
-    "data.classes=10",
 )
 
 

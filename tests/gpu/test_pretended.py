@@ -11,6 +11,7 @@ from torch import nn
 
 from recipes import gpt2
 from recipes.language import torch_can_chunk
+from tests.gpu.conftest import IMAGES
 from tests.gpu.pretended import ALLOWED, DEVICE, GIB, PROJECT, MixedDevicesError, OnDevice, Pretended
 from tests.helpers import BIGNET, GPT2, compose, fit, trainer_of
 from trainer.config.settle import plan_of
@@ -68,13 +69,6 @@ def test_memory_is_counted_as_torch_counts_it(pretended: Pretended) -> None:
 
 
 TINY = (*GPT2, "micro_batch_size=2")
-IMAGES = (
-    "recipe=resnet",
-    "recipe.arch=shufflenet_v2_x0_5",
-    "recipe.image_size=32",
-    "data=synthetic",
-    "data.classes=10",
-)
 JOBS = {
     "gpt2": (*TINY, "precision=fp32", "recipe.dropout=0.1", "diagnostics=numerics"),
     "gpt2-chunks": (*TINY, "precision=bf16_sr", f"recipe.chunked_loss={torch_can_chunk()}", "optimizer=muon"),

@@ -19,3 +19,5 @@ def test_a_step_whose_loss_is_not_known_is_measured_without_waiting(pretended: P
         optimizer.step()
         watch.step()
     watch.close()
+    assert watch.number == 4
+    pretended.check()
