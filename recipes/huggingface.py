@@ -22,7 +22,7 @@ from mantissa.display import counted, dimensions, listed, shortened
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.pretrained import opening
 from recipes.data.text.tokenizers import OWN_BPE, Tokenizer
-from recipes.data.text.tokens import TextDatasets, TextSource
+from recipes.data.text.tokens import TextDatasets, TextSource, TokenData
 from recipes.export import save_model, token_tables
 from recipes.lora import LoRA, with_adapters
 from trainer.checkpoint.reader import check_numbers, nonfinite, not_finite
@@ -44,34 +44,15 @@ RECIPES = ("gpt2", "llama", "bert", "t5")
 
 
 @dataclass
-class SizedRecipe(Recipe):
-    """One of transformers' models in a named size, on any text: what becomes of ``auto``.
+class TransformersRecipe(Recipe):
+    """A model of transformers, new or pretrained, perhaps with adapters; it is exported for transformers."""
 
-    A subclass names its sizes and the defaults among them.
-    """
-
-    model_class: ClassVar[str] = ""
-    """Name of transformers' class of the model."""
-    shapes: ClassVar[Mapping[str, Any]] = {}
-    """Shapes by name, in ascending order: NamedTuples of options of transformers' config, and ``context``."""
-    on_cpu: ClassVar[str] = ""
-    on_gpu: ClassVar[str] = ""
-    cpu_sizes: ClassVar[Sizes]
-    """Of every size on a CPU; on a GPU of those up to ``on_cpu``, for which they are made, too."""
-    gpu_sizes: ClassVar[Sizes]
-    """Of the other sizes on a GPU, and of a pretrained model."""
     # Of adamw's 1e-3: 1e-4, as the upper end of what is usual; and the 2e-4 of Hu et al. 2021 (table 11, GPT-2) and of
     # Dettmers et al., "QLoRA", 2023 (table 9, 7B and 13B).
     fine_tuning_lr: ClassVar[float | None] = 0.1
     adapter_lr: ClassVar[float | None] = 0.2
-    longest: ClassVar[int] = 512
-    """Tokens of a sample of a pretrained model that takes more, where ``context`` is auto."""
     least_context: ClassVar[int] = 2
-    vocabulary_multiple = 1
-    """The vocabulary is padded to a multiple of this; not with adapters."""
 
-    size: str = "auto"
-    """A name out of ``shapes``; auto: ``on_cpu`` or ``on_gpu``."""
     pretrained: str | None = None
     """What ``init_from`` sets where it is no run: a hub id or folder, which brings its own tokenizer."""
     context: int | str = "auto"
@@ -86,37 +67,8 @@ class SizedRecipe(Recipe):
         check_number("recipe.context", self.context, self.least_context)
         check_range("recipe.dropout", getattr(self, "dropout", 0.0), "[0, 1)")  # Llama has none
 
-    def datasets(self, data: DataSource, seed: int) -> TextDatasets:
-        """Tokenise, and cut into samples.
-
-        Raises:
-            UserError: the data is no text, one of its parts is too short for a sample, or it cannot be read.
-        """
-        tokens, context = self._text(data).tokens(self.pretrained), self.tokens_per_sample
-        parts = {"training": tokens.train, "validation": tokens.valid, "test": tokens.test}
-        shortest, part = min((len(array), part) for part, array in parts.items() if array is not None)
-        if shortest < context + 1:
-            remedies = [f"recipe.context={shortest // 2}"] if shortest // 2 >= self.least_context else []
-            problem = f"data={data.kind}: the {part} text has {shortest} tokens, one sample needs {context + 1}"
-            raise UserError(f"{problem}; give a longer text", *remedies)
-        tokenizer, samples, about = self.sampling(tokens.tokenizer)
-        known = int(self.pretrained_config().vocab_size) if self.pretrained else tokenizer.vocab_size
-        if (new := tokenizer.vocab_size - known) > 0:
-            about += f", {new} of the tokenizer's tokens are new to the model"
-        return TextDatasets(
-            samples(tokens.train),
-            samples(tokens.valid),
-            f"{tokens.description}{about}",
-            test=None if tokens.test is None else samples(tokens.test),
-            tokens=tokens,
-            tokenizer=tokenizer,
-            vocabulary=max(tokenizer.vocab_size, known),
-        )
-
-    def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[np.ndarray], Dataset], str]:
-        """Return the text's tokenizer with the special tokens of the recipe, what makes samples of a part's ids, and a
-        description of them, which follows that of the text.
-        """
+    def check_type(self, config: Any) -> None:
+        """Raise UserError where transformers' config of ``pretrained`` is of a type that the recipe does not train."""
         raise NotImplementedError
 
     def pretrained_config(self) -> Any:
@@ -138,14 +90,12 @@ class SizedRecipe(Recipe):
                 raise UserError(f"{key}: {path.name} {what}")
             raise UserError(
                 f"{key} cannot be opened as a {self.name}: it has no config.json; load it into "
-                f"transformers' {self.model_class} (merge adapters of peft into it), and give the folder that "
+                f"transformers (merge adapters of peft into it), and give the folder that "
                 "save_pretrained writes, with its tokenizer, as docs/finetune.md shows for nanoGPT's ckpt.pt"
             )
         with self._opening() as place:
             config = AutoConfig.from_pretrained(**place)
-        if (other := config.model_type) != self.name:
-            known = "" if other in RECIPES else f", and recipes open {', '.join(RECIPES)}"
-            raise UserError(f"{key} is of type {other}, not {self.name}{known}", *[f"recipe={other}"] * (not known))
+        self.check_type(config)
         if quantized := getattr(config, "quantization_config", None):
             method = quantized.get("quant_method", "some method") if isinstance(quantized, dict) else quantized
             raise UserError(f"{key} has weights that are quantized ({method}); give those in 32 or 16 bits")
@@ -194,6 +144,130 @@ class SizedRecipe(Recipe):
         """Return the options of transformers' config that hold of a pretrained model, too, such as dropout."""
         return {}
 
+    def new_model(self, datasets: Any) -> Any:
+        """Return transformers' model in fp32, without adapters: the pretrained one, or one of random weights."""
+        raise NotImplementedError
+
+    def build_model(self, datasets: Any) -> Any:
+        """Build the model, and put the adapters into it."""
+        model = self.new_model(datasets)
+        self.lora.inject(_network(model), self.name)
+        return model
+
+    def _positions(self) -> int | None:
+        """Return how many tokens the pretrained model takes; None: any number."""
+        positions: int | None = getattr(self.pretrained_config(), "max_position_embeddings", None)
+        return positions
+
+    def adapt_weights(
+        self, weights: dict[str, Tensor], model: Any, datasets: TextDatasets, about: dict[str, Any]
+    ) -> tuple[dict[str, Tensor], list[Decision]]:
+        """Return the weights with this model's padding of the vocabulary."""
+        tables, vocabulary = token_tables(_network(model)), datasets.vocabulary
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if id(parameter) not in tables or name not in weights:
+                continue
+            rows = weights[name]  # exported without padding, or those of a checkpoint with any padding
+            if len(rows) == vocabulary or (not about and len(rows) > vocabulary):
+                known = rows[:vocabulary]  # of the rest the mean of these, see ``open_pretrained``
+                weights[name] = torch.cat([known, known.mean(0).expand(len(parameter) - vocabulary, -1)])
+        return with_adapters(weights, model), []
+
+    def export(self, model: Any, datasets: TextDatasets, folder: Path) -> None:
+        """Write a folder that transformers' auto classes open, the tokenizer beside the weights.
+
+        The padding of the vocabulary is not exported: nothing can predict an id that the tokenizer does not know.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        datasets.tokenizer.save(folder)
+        if positions := getattr(_network(model).config, "max_position_embeddings", None):  # t5 takes any number
+            path = folder / "tokenizer_config.json"
+            write_json(path, read_json(path) | {"model_max_length": positions})
+        save_model(_network(model), folder, datasets.vocabulary, datasets.tokenizer.token_id("eos_token"))
+        if self.lora.rank:
+            _network(model).save_pretrained(folder / "adapter")  # the adapters alone, as peft reads them
+
+    def _text(self, data: DataSource) -> TextSource:
+        if not isinstance(data, TextSource):
+            use = "use data=python_docs, text, hub or synthetic"
+            raise UserError(f"recipe={self.name} cannot read data={data.kind}; {use}")
+        return data
+
+
+@dataclass
+class SizedRecipe(TransformersRecipe):
+    """One of transformers' models in a named size, on any text: what becomes of ``auto``.
+
+    A subclass names its sizes and the defaults among them.
+    """
+
+    model_class: ClassVar[str] = ""
+    """Name of transformers' class of the model."""
+    shapes: ClassVar[Mapping[str, Any]] = {}
+    """Shapes by name, in ascending order: NamedTuples of options of transformers' config, and ``context``."""
+    on_cpu: ClassVar[str] = ""
+    on_gpu: ClassVar[str] = ""
+    cpu_sizes: ClassVar[Sizes]
+    """Of every size on a CPU; on a GPU of those up to ``on_cpu``, for which they are made, too."""
+    gpu_sizes: ClassVar[Sizes]
+    """Of the other sizes on a GPU, and of a pretrained model."""
+    longest: ClassVar[int] = 512
+    """Tokens of a sample of a pretrained model that takes more, where ``context`` is auto."""
+    vocabulary_multiple = 1
+    """The vocabulary is padded to a multiple of this; not with adapters."""
+
+    size: str = "auto"
+    """A name out of ``shapes``; auto: ``on_cpu`` or ``on_gpu``."""
+
+    def check_type(self, config: Any) -> None:
+        if (other := config.model_type) != self.name:
+            known = "" if other in RECIPES else f", and recipes open {', '.join(RECIPES)}"
+            problem = f"init_from={self.pretrained} is of type {other}, not {self.name}{known}"
+            raise UserError(problem, *[f"recipe={other}"] * (not known))
+
+    def datasets(self, data: DataSource, seed: int) -> TextDatasets:
+        """Tokenise, and cut into samples.
+
+        Raises:
+            UserError: the data is no text, one of its parts is too short for a sample, or it cannot be read.
+        """
+        tokens, context = self._text(data).tokens(self.pretrained), self.tokens_per_sample
+        if tokens.samples:
+            return self.sample_datasets(tokens)
+        parts = {"training": tokens.train, "validation": tokens.valid, "test": tokens.test}
+        shortest, part = min((len(array), part) for part, array in parts.items() if array is not None)
+        if shortest < context + 1:
+            remedies = [f"recipe.context={shortest // 2}"] if shortest // 2 >= self.least_context else []
+            problem = f"data={data.kind}: the {part} text has {shortest} tokens, one sample needs {context + 1}"
+            raise UserError(f"{problem}; give a longer text", *remedies)
+        tokenizer, samples, about = self.sampling(tokens.tokenizer)
+        known = int(self.pretrained_config().vocab_size) if self.pretrained else tokenizer.vocab_size
+        if (new := tokenizer.vocab_size - known) > 0:
+            about += f", {new} of the tokenizer's tokens are new to the model"
+        return TextDatasets(
+            samples(tokens.train),
+            samples(tokens.valid),
+            f"{tokens.description}{about}",
+            test=None if tokens.test is None else samples(tokens.test),
+            tokens=tokens,
+            tokenizer=tokenizer,
+            vocabulary=max(tokenizer.vocab_size, known),
+        )
+
+    def sample_datasets(self, tokens: TokenData) -> TextDatasets:
+        """Return datasets of samples that are texts of their own, such as chats.
+
+        Raises:
+            UserError: the recipe trains on running text alone.
+        """
+        raise UserError(f"recipe={self.name} trains on running text, and {tokens.description} has samples of its own")
+
+    def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[np.ndarray], Dataset], str]:
+        """Return the text's tokenizer with the special tokens of the recipe, what makes samples of a part's ids, and a
+        description of them, which follows that of the text.
+        """
+        raise NotImplementedError
+
     def new_config(self, datasets: TextDatasets) -> dict[str, Any]:
         """Return the other options of the config of a new model beside its shape, such as its special tokens."""
         raise NotImplementedError
@@ -218,12 +292,6 @@ class SizedRecipe(Recipe):
         options |= self.shape._asdict() | self.new_config(datasets)
         del options["context"]
         return cls(cls.config_class(vocab_size=vocabulary, attn_implementation=self.attention, **options))
-
-    def build_model(self, datasets: TextDatasets) -> Any:
-        """Build the model, and put the adapters into it."""
-        model = self.new_model(datasets)
-        self.lora.inject(_network(model), self.name)
-        return model
 
     def choose_model(self, hardware: Hardware) -> list[Decision]:
         """Return what ``recipe.size=auto`` becomes; nothing for a size that the user set.
@@ -292,45 +360,6 @@ class SizedRecipe(Recipe):
         if self.pretrained:
             return {"size": f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.0f}M pretrained"}
         return {"size": self.size}
-
-    def _positions(self) -> int | None:
-        """Return how many tokens the pretrained model takes; None: any number."""
-        positions: int | None = getattr(self.pretrained_config(), "max_position_embeddings", None)
-        return positions
-
-    def adapt_weights(
-        self, weights: dict[str, Tensor], model: Any, datasets: TextDatasets, about: dict[str, Any]
-    ) -> tuple[dict[str, Tensor], list[Decision]]:
-        """Return the weights with this model's padding of the vocabulary."""
-        tables, vocabulary = token_tables(_network(model)), datasets.vocabulary
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if id(parameter) not in tables or name not in weights:
-                continue
-            rows = weights[name]  # exported without padding, or those of a checkpoint with any padding
-            if len(rows) == vocabulary or (not about and len(rows) > vocabulary):
-                known = rows[:vocabulary]  # of the rest the mean of these, see ``open_pretrained``
-                weights[name] = torch.cat([known, known.mean(0).expand(len(parameter) - vocabulary, -1)])
-        return with_adapters(weights, model), []
-
-    def export(self, model: Any, datasets: TextDatasets, folder: Path) -> None:
-        """Write a folder that transformers' auto classes open, the tokenizer beside the weights.
-
-        The padding of the vocabulary is not exported: nothing can predict an id that the tokenizer does not know.
-        """
-        folder.mkdir(parents=True, exist_ok=True)
-        datasets.tokenizer.save(folder)
-        if positions := getattr(_network(model).config, "max_position_embeddings", None):  # t5 takes any number
-            path = folder / "tokenizer_config.json"
-            write_json(path, read_json(path) | {"model_max_length": positions})
-        save_model(_network(model), folder, datasets.vocabulary, datasets.tokenizer.token_id("eos_token"))
-        if self.lora.rank:
-            _network(model).save_pretrained(folder / "adapter")  # the adapters alone, as peft reads them
-
-    def _text(self, data: DataSource) -> TextSource:
-        if not isinstance(data, TextSource):
-            use = "use data=python_docs, text, hub or synthetic"
-            raise UserError(f"recipe={self.name} cannot read data={data.kind}; {use}")
-        return data
 
 
 def check_context(context: int | str, positions: int | None) -> None:

@@ -25,6 +25,8 @@ from trainer.recipe import Context, Decision, LossOutput
 _SAMPLE_TOKENS = 64
 _SAMPLE_S = 2.0
 _CAUSAL = "sdpa_causal"
+NO_TARGET = -100
+"""In ``targets``: nothing is to be predicted here; torch's own ``ignore_index``."""
 
 
 class LossHead(nn.Linear):
@@ -93,11 +95,15 @@ class LanguageModel(nn.Module):
         network: transformers' model, its vocabulary padded.
         name: of the submodule.
         chunked, vocabulary: see ``LossHead``.
+        packed: whether rows of a batch hold several texts, so that transformers has to make a mask of their positions.
     """
 
-    def __init__(self, network: Any, name: str, chunked: bool, vocabulary: int | None = None) -> None:
+    def __init__(
+        self, network: Any, name: str, chunked: bool, vocabulary: int | None = None, packed: bool = False
+    ) -> None:
         super().__init__()
-        use_causal_kernels(network)
+        if not packed:
+            use_causal_kernels(network)
         network.lm_head = LossHead(network.lm_head.weight, chunked, vocabulary)
         self._name = name
         self.add_module(name, network)
@@ -107,9 +113,14 @@ class LanguageModel(nn.Module):
         """The model as transformers has it."""
         return getattr(self, self._name)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed loss (fp32 scalar) of predicting ``targets`` from ``tokens``, both int64 B × T."""
-        hidden = self.network.base_model(tokens, use_cache=False).last_hidden_state
+    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return the summed loss (fp32 scalar) of predicting ``targets`` from ``tokens``, both int64 B × T.
+
+        A target of -100 is none. ``positions``, int64 B × T, begin anew with each of several texts in a row, which do
+        not attend to each other.
+        """
+        at = {} if positions is None else {"position_ids": positions}
+        hidden = self.network.base_model(tokens, use_cache=False, **at).last_hidden_state
         loss: Tensor = self.network.lm_head(hidden, targets)
         return loss
 
@@ -190,16 +201,24 @@ class LanguageRecipe(SizedRecipe):
 
     def new_model(self, datasets: TextDatasets) -> LanguageModel:
         """Return the model with the loss inside of forward."""
-        return LanguageModel(super().new_model(datasets), self.name, self.chunked_loss is True, datasets.vocabulary)
+        network, chunked, packed = super().new_model(datasets), self.chunked_loss is True, datasets.tokens.packing
+        return LanguageModel(network, self.name, chunked, datasets.vocabulary, packed)
 
     def count_targets(self, batch: Batch) -> int:
-        """Every token but each sample's first is predicted."""
+        """Every token but each sample's first is predicted, or those that ``targets`` has."""
+        if "targets" in batch:
+            return int((batch["targets"] != NO_TARGET).sum())
         tokens = batch["tokens"]
         return tokens.shape[0] * (tokens.shape[1] - 1)
 
     def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
-        """Predict each token from those before it."""
+        """Predict each token from those before it.
+
+        A batch has ``tokens``, int64 B × (T + 1); or B × T with the ``targets`` of each, and perhaps ``positions``.
+        """
         tokens = batch["tokens"]
+        if "targets" in batch:
+            return LossOutput(model(tokens, batch["targets"], batch.get("positions")), {})
         return LossOutput(model(tokens[:, :-1], tokens[:, 1:]), {})
 
     def report(self, loss: float, sums: dict[str, float], targets: int) -> dict[str, float]:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,15 @@ _CHARACTERS_AT_ONCE = 2**22
 log = logging.getLogger("mantissa")
 
 
+class Samples(NamedTuple):
+    """Samples of a part that are texts of their own, such as chats: they lie in its ids one after the other."""
+
+    starts: np.ndarray
+    """Where each begins in the ids, and where the last one ends: int64, samples + 1."""
+    targets: np.ndarray
+    """Whether an id is to be predicted: bool, as long as the ids."""
+
+
 @dataclass
 class TokenData:
     """A tokenised corpus: flat arrays of ids (uint16, or uint32 for large vocabularies), memory-mapped."""
@@ -43,6 +53,10 @@ class TokenData:
     """Ids of the text for testing; None: the source has none."""
     text_bytes: Mapping[str, int] = field(default_factory=dict)
     """Length in UTF-8 of the text of each part, by its name here; empty: it is no text."""
+    samples: Mapping[str, Samples] = field(default_factory=dict)
+    """Samples of each part, by its name here; empty: a part is one text, cut into windows."""
+    packing: bool = False
+    """Whether several short samples share a window."""
 
 
 @dataclass(kw_only=True)
