@@ -20,7 +20,10 @@ from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.documents import Text, split
 from recipes.data.text.files import encoding_of, is_text, not_read, typed
-from recipes.data.text.pretrained import local_path, opening
+from recipes.data.text.labelled import Encoding, LabelledDatasets, LabelledSource, Part, check_parts, opened
+from recipes.data.text.pretrained import local_path, open_tokenizer, opening
+from recipes.data.text.tokenizers import OWN_BPE
+from recipes.data.text.tokens import open_or_build
 from trainer.errors import UserError, check_choice, first_line
 
 BUILDERS = {
@@ -48,8 +51,8 @@ _WANTED = {
 
 
 @dataclass
-class Hub(TokenizedText, ImageSource):
-    """A dataset by its hub id, or a local folder or file: text for gpt2, images for resnet."""
+class Hub(TokenizedText, ImageSource, LabelledSource):
+    """A dataset by its hub id, or a local folder or file: text for gpt2, images for resnet, labelled texts."""
 
     kind: ClassVar[str] = "hub"
     name: str = ""
@@ -66,10 +69,13 @@ class Hub(TokenizedText, ImageSource):
     """Test split, evaluated once, at the end, with the best weights."""
     text_column: str | None = None
     """Column of text; null: the only one."""
+    pair_column: str | None = None
+    """Column of second texts, for a classifier of pairs."""
     image_column: str | None = None
     """Column of images; null: the only one."""
-    label_column: str | None = None
-    """Column of labels, of any type; null: the only one whose type is ClassLabel."""
+    label_column: Any = None
+    """Column of labels, of any type; null: the only one whose type is ClassLabel, else ``label``. For a text that may
+    have several labels a column of lists, or columns of 0 and 1: [toxic, insult]."""
     rows: str = "auto"
     """What the rows of a text dataset are: ``lines`` of one text, which are joined, or ``documents``; auto: lines where
     each ends with its line end and some are blank, as in wikitext."""
@@ -108,11 +114,7 @@ class Hub(TokenizedText, ImageSource):
         train, valid = self._split("train_split", self.train_split), self._valid_split()
         self._image_column(train)
         label = self._column(train, "label_column", _is_class if self.label_column is None else _may_be_class)
-        names = getattr(train.features[label], "names", None)
-        classes = names or [str(value) for value in sorted(filter(_is_value, train.unique(label)))]
-        if not names and 1 < len(classes) > len(train) / 2:
-            values = f"{len(classes):,} values in {len(train):,} rows"
-            raise UserError(f"data.label_column={label} has {values}, which are no classes", *_label_columns(train))
+        classes = _classes(train, label)
         labels = self._labels("train_split", self.train_split, label, classes)
         parts, origin = {"training": self._images(train, labels)}, f"the dataset's split {valid}"
         if valid is None:
@@ -132,6 +134,37 @@ class Hub(TokenizedText, ImageSource):
             parts["training"].shorter_side(),
             decodes=True,
         )
+
+    def labelled(self, encoding: Encoding) -> LabelledDatasets:
+        train, valid = self._split("train_split", self.train_split), self._valid_split()
+        label = self._labels_column(train)
+        columns = self._text_columns(train, label)
+        classes = label if isinstance(label, list) else _classes(train, label)
+        labels = torch.from_numpy(self._labels("train_split", self.train_split, label, classes))
+        several = labels.dtype == torch.bool
+        parts, origin = {"train": Part(train, labels, np.arange(len(train)))}, f"the dataset's split {valid}"
+        if valid is None:
+            chosen = held_out(np.zeros(len(train)) if several else labels.numpy(), self.valid_fraction)
+            whole, origin = parts["train"], f"{self.valid_fraction:.3g} of {'all' if several else 'each class'}"
+            parts = {"train": whole.part(np.flatnonzero(~chosen)), "valid": whole.part(np.flatnonzero(chosen))}
+        for part, key, choice in (("valid", "valid_split", valid), ("test", "test", self.test)):
+            if choice is None:
+                continue
+            split = self._split(key, choice)
+            if lacking := [name for name in columns if not _is_text(split.features.get(name))]:
+                raise UserError(f"data.{key}={choice}: this split has no texts in a column {lacking[0]}")
+            labels = torch.from_numpy(self._labels(key, choice, label, classes))
+            parts[part] = Part(split, labels, np.arange(len(split)))
+        check_parts(f"data.name={self.name}", parts, classes)
+        if encoding.pretrained:
+            tokenizer = open_tokenizer(encoding.pretrained, f"init_from={encoding.pretrained}")
+        elif self.tokenizer == OWN_BPE:
+            texts = parts["train"].documents([self.name, self.train_split], columns)
+            how = (None, OWN_BPE, self.vocab_size)
+            *_, tokenizer = open_or_build(self.cache_folder, self.kind, {"train": texts}, *how)
+        else:
+            tokenizer = open_tokenizer(self.tokenizer, f"data.tokenizer={self.tokenizer}")
+        return opened(self.name, origin, parts, columns, classes, tokenizer, encoding)
 
     def _valid_split(self) -> str | None:
         """Return the split to validate on; None: a part of the training split is."""
@@ -308,25 +341,92 @@ class Hub(TokenizedText, ImageSource):
         remedies = remedies or (_label_columns(dataset) if kind == "label" else [])
         raise UserError("; ".join([*parts, _WANTED[kind]]), *remedies)
 
-    def _labels(self, key: str, choice: str, label: str, classes: list[str]) -> np.ndarray:
-        """Return the labels of a split as int64 indices into ``classes``. Raises UserError for a row that has none."""
+    def _labels_column(self, dataset: Any) -> str | list[str]:
+        """Return the column of labels; or several, of 0 and 1.
+
+        Raises:
+            UserError: there is none, or it has numbers that are no classes.
+        """
+        if isinstance(self.label_column, Sequence) and not isinstance(self.label_column, str):
+            for name in self.label_column:
+                if not any(kind in str(getattr(dataset.features.get(name), "dtype", "")) for kind in ("int", "bool")):
+                    columns = shortened([*dataset.features], 20)
+                    raise UserError(f"data.label_column: {name} is no column of 0 and 1; the columns are {columns}")
+            return [*self.label_column]
+        features = {name: _item(feature) for name, feature in dataset.features.items()}
+        named = next((name for name in ("label", "labels") if _may_be_class(features.get(name))), None)
+        label = named if self.label_column is None and sum(map(_is_class, features.values())) != 1 else None
+        fits = _is_class if self.label_column is None else _may_be_class
+        label = label or self._column(dataset, "label_column", lambda feature: fits(_item(feature)))
+        if "float" in features[label].dtype:
+            raise UserError(
+                f"data.label_column={label} has fractions, as for a regression, which is not trained here; write "
+                "classes as words or whole numbers"
+            )
+        return label
+
+    def _text_columns(self, dataset: Any, label: str | list[str]) -> list[str]:
+        """Return the column of texts, or the two of pairs.
+
+        Raises:
+            UserError: there is none, or it is not clear which.
+        """
+        others = [name for name in dataset.features if name not in ([label] if isinstance(label, str) else label)]
+        texts = [name for name in others if _is_text(dataset.features[name])]
+        if self.text_column is None and len(texts) > 1:
+            first, second, *_ = texts
+            raise UserError(
+                f"data.name={self.name} has {len(texts)} columns of texts, {shortened(texts, 20)}; name one, or the "
+                "two of pairs",
+                *(f"data.text_column={name}" for name in texts[:4]),
+                f"data.text_column={first} data.pair_column={second}",
+            )
+        columns = [self._column(dataset.select_columns(others), "text_column", _is_text)]
+        return columns + ([self._column(dataset, "pair_column", _is_text)] if self.pair_column else [])
+
+    def _labels(self, key: str, choice: str, label: str | list[str], classes: list[str]) -> np.ndarray:
+        """Return the labels of a split as int64 indices into ``classes``; where rows have several, bool N × classes.
+
+        Raises:
+            UserError: a row has none, or another one.
+        """
         dataset = self._split(key, choice)
-        if label not in dataset.features:
-            raise UserError(f"data.{key}={choice}: this split has no column {label}")
-        values = dataset[label][:]
-        keys = map(str, range(len(classes))) if _is_class(dataset.features[label]) else classes
+        for name in [label] if isinstance(label, str) else label:
+            if name not in dataset.features:
+                raise UserError(f"data.{key}={choice}: this split has no column {name}")
+        if isinstance(label, list):
+            numbers = np.stack([np.array(dataset[name][:], dtype=float) for name in label], axis=1)
+            if (wrong := ~np.isin(numbers, (0, 1))).any():
+                row, column = (int(place) for place in np.argwhere(wrong)[0])
+                value = dataset[row][label[column]]
+                raise UserError(f"data.{key}={choice}: row {row} has {value} in {label[column]}, which is not 0 or 1")
+            return numbers.astype(bool)
+        feature = dataset.features[label]
+        keys = map(str, range(len(classes))) if _is_class(_item(feature)) else classes
         known = {key: number for number, key in enumerate(keys)}
-        numbers = np.array([known.get(str(value), -1) for value in values], dtype=np.int64)
+        batches = dataset.select_columns([label]).iter(10_000)  # all at once would be many objects of Python
+        values = (value for batch in batches for value in batch[label])
+        several = _item(feature) is not feature
+        rows = [value if several and value is not None else [value] for value in values] if several else None
+        flat = values if rows is None else (value for row in rows for value in row)
+        numbers = np.fromiter((known.get(str(value), -1) for value in flat), np.int64)
+        row_of = np.arange(len(numbers)) if rows is None else np.repeat(np.arange(len(rows)), [*map(len, rows)])
         if (numbers < 0).any():
-            row = int(numbers.argmin())
+            without = np.unique(row_of[numbers < 0])
+            row, more = int(without[0]), f" ({len(without):,} of {len(dataset):,} rows)" * (len(without) > 1)
             problem = (
-                f"data.{key}={choice}: row {row} has the label {values[row]!r}, none of the {len(classes)} classes"
+                f"data.{key}={choice}: row {row} has the label {dataset[row][label]!r}, none of the {len(classes)} "
+                f"classes{more}"
             )
             if key == "train_split":
                 raise UserError(f"{problem}; leave such rows out, or name another column of labels")
             remedies = [f"data.valid_split={self.train_split}"] if key == "valid_split" else [""]
             raise UserError(f"{problem}; name a split that has labels", *remedies, mistake=f"data.{key}={choice}")
-        return numbers
+        if rows is None:
+            return numbers
+        matrix = np.zeros((len(rows), len(classes)), dtype=bool)
+        matrix[row_of, numbers] = True
+        return matrix
 
 
 def table_options(path: Path) -> dict[str, Any]:
@@ -379,6 +479,31 @@ def _is_number(text: str) -> bool:
 
 def _is_class(feature: Any) -> bool:
     return type(feature).__name__ == "ClassLabel"
+
+
+def _item(feature: Any) -> Any:
+    """Return the type of a column, or of the items of its lists."""
+    return getattr(feature, "feature", feature)
+
+
+def _classes(dataset: Any, label: str) -> list[str]:
+    """Return the names of the classes in a column of labels, or of lists of them.
+
+    Raises:
+        UserError: hardly a value comes twice.
+    """
+    import pyarrow.compute
+
+    feature = dataset.features[label]
+    if names := getattr(_item(feature), "names", None):
+        return list(names)
+    column = dataset.data.column(label)
+    values = pyarrow.compute.unique(column if _item(feature) is feature else pyarrow.compute.list_flatten(column))
+    classes = [str(value) for value in sorted(filter(_is_value, values.to_pylist()))]
+    if 1 < len(classes) > len(dataset) / 2:
+        found = f"{len(classes):,} values in {len(dataset):,} rows"
+        raise UserError(f"data.label_column={label} has {found}, which are no classes", *_label_columns(dataset))
+    return classes
 
 
 def _is_value(label: Any) -> bool:

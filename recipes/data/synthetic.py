@@ -12,6 +12,7 @@ from torch import Tensor
 
 from recipes.data.images.pixels import ArrayImages
 from recipes.data.images.source import ImageDatasets, ImageSource
+from recipes.data.text.labelled import EncodedTexts, Encoding, LabelledDatasets, LabelledSource
 from recipes.data.text.tokenizers import Tokenizer, word_level
 from recipes.data.text.tokens import TextSource, TokenData
 from trainer.data.contract import Batch, Datasets, SampleId
@@ -24,14 +25,14 @@ TEACHER_RANK = 8
 
 
 @dataclass
-class Synthetic(TextSource, ImageSource):
-    """Tokens, images or vectors, whichever the recipe requests; always the same ones."""
+class Synthetic(TextSource, ImageSource, LabelledSource):
+    """Tokens, labelled texts, images or vectors, whichever the recipe requests; always the same ones."""
 
     kind: ClassVar[str] = "synthetic"
     vocab_size: int = 50257
     """Number of token ids."""
     classes: int = 1000
-    """Number of image classes; the pool of 256 images has at most the first 256."""
+    """Number of classes; the pool of 256 images has at most the first 256."""
     samples: int = 8192
     """Images or vectors per epoch."""
 
@@ -56,6 +57,31 @@ class Synthetic(TextSource, ImageSource):
         # ``<123>`` stands for 123.
         numbers = word_level({f"<{number}>": number for number in range(self.vocab_size)}, r"<\d+>")
         return TokenData(draw(0, TRAIN_TOKENS), draw(1, VALID_TOKENS), Tokenizer(numbers, "numbers"), description)
+
+    def labelled(self, encoding: Encoding) -> LabelledDatasets:
+        """Return windows of the tokens, as long as the model takes; the first token decides the class."""
+        from datasets import Dataset
+
+        data, length = self.tokens(None), encoding.length
+        tokenizer = data.tokenizer.with_special(dict(encoding.special), encoding.template)
+        pad = tokenizer.token_id("pad_token")
+        assert pad is not None
+
+        def windows(tokens: np.ndarray) -> EncodedTexts:
+            rows = tokens[: len(tokens) // length * length].reshape(-1, length).astype(np.int32)
+            labels = torch.from_numpy(rows[:, 0] % np.int64(self.classes))
+            return EncodedTexts(Dataset.from_dict({"ids": rows}), labels, np.arange(len(rows)), pad, length)
+
+        return LabelledDatasets(
+            windows(data.train),
+            windows(data.valid),
+            f"{data.description} in texts of {length}, {self.classes:,} classes",
+            classes=[str(label) for label in range(self.classes)],
+            several=False,
+            tokenizer=tokenizer,
+            pad=pad,
+            vocabulary=max(tokenizer.vocab_size, encoding.vocabulary),
+        )
 
     def images(self, image_size: int | None) -> ImageDatasets:
         """Return noise over a coarse pattern that depends on the class; by default 224 × 224 pixels.

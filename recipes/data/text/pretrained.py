@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +56,9 @@ class Pretrained(Tokenizer):
             if not hasattr(tokenizer, "backend_tokenizer"):
                 raise ValueError("it is none of the tokenizers library")
         return cls(name, tokenizer)
+
+    def for_transformers(self) -> Any:
+        return copy.deepcopy(self._tokenizer)  # it is changed by a call
 
     def save(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(str(folder))

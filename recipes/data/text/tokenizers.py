@@ -87,6 +87,14 @@ class Tokenizer:
         roles = {role: text for role, text in texts.items() if role.endswith("_token")}
         return Tokenizer(backend, self.label, self.separator, **self._roles | roles)
 
+    def for_transformers(self) -> Any:
+        """Return it as transformers has it: called, it adds the special tokens and cuts what is too long."""
+        import tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())  # it is changed by a call
+        return PreTrainedTokenizerFast(tokenizer_object=backend, **self._roles)
+
     def save(self, folder: Path) -> None:
         """Write a folder that AutoTokenizer opens, with the same ids."""
         self._backend.save(str(folder / "tokenizer.json"))
