@@ -22,7 +22,7 @@ from inference.precisions import table as precision_table
 from inference.run_config import RunConfig, configure
 from mantissa.display import counted, loss
 from mantissa.tensors import synchronise
-from recipes.language import LanguageRecipe
+from recipes.causal_lm import CausalLM
 from trainer.config.compose import check_single, combinations, key_of
 from trainer.config.options import parse
 from trainer.data.contract import Batch, fingerprint
@@ -155,7 +155,7 @@ def measure(exported: Exported, run: RunConfig, split: str, at_least: int) -> Me
     totals, count_of_targets = summed
     seconds = time.perf_counter() - first
     values = reported(recipe, totals, count_of_targets) | metrics.values(World())
-    if isinstance(recipe, LanguageRecipe) and (rate := tokens_per_byte(datasets, split)):
+    if isinstance(recipe, CausalLM) and (rate := tokens_per_byte(datasets, split)):
         values["bits_per_byte"] = values["loss"] / math.log(2) * rate
     about: dict[str, Any] = {"data": datasets.description, "split": split, "digest": fingerprint(part)[:DIGEST_LENGTH]}
     about |= {"samples": samples, "left_out": len(part) - samples}

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import nn
 
+from recipes.causal_lm import CausalLM
 from recipes.data.text.pretrained import open_tokenizer, opening
 from recipes.data.text.tokenizers import Tokenizer
 from recipes.huggingface import RECIPES, WITH_WEIGHTS, load_whole
-from recipes.language import LanguageModel, LanguageRecipe
+from recipes.language import LanguageModel
 from trainer.checkpoint.reader import fill
 from trainer.checkpoint.schema import steps
 from trainer.config.commands import resume_command
@@ -64,7 +65,7 @@ class Exported:
             fill(model, recipe.exported(self.folder), f"run={self.given}")
             return model.eval()
         network = self.network(getattr(recipe, "attention", "sdpa"))
-        if isinstance(recipe, LanguageRecipe):  # the vocabulary has no padding here
+        if isinstance(recipe, CausalLM):  # the vocabulary has no padding here
             return LanguageModel(network, recipe.name, recipe.chunked_loss is True).eval()
         return network
 

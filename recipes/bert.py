@@ -105,7 +105,7 @@ class Bert(SizedRecipe):
         """Return the dropouts."""
         return dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), self.dropout)
 
-    def new_config(self, datasets: TextDatasets) -> dict[str, Any]:
+    def own_config(self, datasets: TextDatasets) -> dict[str, Any]:
         """Return four token ids more than the text has, [CLS], [SEP], padding and [MASK], and the rest of the shape."""
         ids = {f"{role}_id": datasets.tokenizer.token_id(role) for role in SPECIAL if role != "mask_token"}
         return ids | {

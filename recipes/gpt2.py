@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
-from torch import nn
-
 from mantissa.formats import BF16
+from recipes.causal_lm import CausalLM
 from recipes.data.text.tokens import TextDatasets
-from recipes.language import LanguageModel, LanguageRecipe
+from recipes.huggingface import SizedRecipe
 from trainer.errors import UserError, check_choice
 from trainer.hardware import NATIVE, Hardware
-from trainer.recipe import Sizes
+from trainer.recipe import NO_OPTION, Sizes
 
 
 class Shape(NamedTuple):
@@ -45,7 +44,7 @@ ACTIVATIONS = {"tanh": "gelu_pytorch_tanh", "erf": "gelu"}
 
 
 @dataclass
-class GPT2(LanguageRecipe):
+class GPT2(SizedRecipe, CausalLM):
     """The ``recipe=gpt2`` config."""
 
     name: ClassVar[str] = "gpt2"
@@ -59,6 +58,8 @@ class GPT2(LanguageRecipe):
     slow_cpu_sizes = Sizes(200, 4, 16, why="minutes on a CPU of few cores without bf16 instructions")
     gpu_sizes = Sizes(steps=300, batch_size=32, micro_batch_size=32)  # minutes; the published batch is 480
     longest = 1024
+    model_type: str | None = field(default=None, metadata=NO_OPTION)
+    config: dict[str, Any] = field(default_factory=dict, metadata=NO_OPTION)
     size: str = "auto"
     """nano, mini, 124M, 350M, 774M or 1558M; auto: mini on a CPU, 124M on a GPU."""
     dropout: float = 0.0
@@ -92,8 +93,5 @@ class GPT2(LanguageRecipe):
             "activation_function": activation
         }
 
-    def new_config(self, datasets: TextDatasets) -> dict[str, Any]:
+    def own_config(self, datasets: TextDatasets) -> dict[str, Any]:
         return {"n_positions": self.tokens_per_sample, "bos_token_id": None, "eos_token_id": None}
-
-    def blocks(self, model: LanguageModel) -> list[nn.Module]:
-        return list(model.network.transformer.h)

@@ -63,7 +63,7 @@ class TransformersRecipe(Recipe):
     """Low-rank adapters, of which only the weights are trained (Hu et al. 2021), through peft."""
 
     def __post_init__(self) -> None:
-        check_choice("recipe.attention", self.attention, ATTENTION)
+        check_choice("recipe.attention", self.attention, dict.fromkeys((type(self).attention, *ATTENTION)))
         check_number("recipe.context", self.context, self.least_context)
         check_range("recipe.dropout", getattr(self, "dropout", 0.0), "[0, 1)")  # Llama has none
 
@@ -151,7 +151,7 @@ class TransformersRecipe(Recipe):
     def build_model(self, datasets: Any) -> Any:
         """Build the model, and put the adapters into it."""
         model = self.new_model(datasets)
-        self.lora.inject(_network(model), self.name)
+        self.lora.inject(_network(model))
         return model
 
     def _positions(self) -> int | None:
@@ -195,35 +195,18 @@ class TransformersRecipe(Recipe):
 
 
 @dataclass
-class SizedRecipe(TransformersRecipe):
-    """One of transformers' models in a named size, on any text: what becomes of ``auto``.
+class TextRecipe(TransformersRecipe):
+    """One of transformers' models on any text: what becomes of the text, and of ``auto``.
 
-    A subclass names its sizes and the defaults among them.
+    A subclass names its model (``model_class``, ``new_config``) and its samples (``sampling``).
     """
 
-    model_class: ClassVar[str] = ""
-    """Name of transformers' class of the model."""
-    shapes: ClassVar[Mapping[str, Any]] = {}
-    """Shapes by name, in ascending order: NamedTuples of options of transformers' config, and ``context``."""
-    on_cpu: ClassVar[str] = ""
-    on_gpu: ClassVar[str] = ""
     cpu_sizes: ClassVar[Sizes]
-    """Of every size on a CPU; on a GPU of those up to ``on_cpu``, for which they are made, too."""
     gpu_sizes: ClassVar[Sizes]
-    """Of the other sizes on a GPU, and of a pretrained model."""
     longest: ClassVar[int] = 512
     """Tokens of a sample of a pretrained model that takes more, where ``context`` is auto."""
     vocabulary_multiple = 1
     """The vocabulary is padded to a multiple of this; not with adapters."""
-
-    size: str = "auto"
-    """A name out of ``shapes``; auto: ``on_cpu`` or ``on_gpu``."""
-
-    def check_type(self, config: Any) -> None:
-        if (other := config.model_type) != self.name:
-            known = "" if other in RECIPES else f", and recipes open {', '.join(RECIPES)}"
-            problem = f"init_from={self.pretrained} is of type {other}, not {self.name}{known}"
-            raise UserError(problem, *[f"recipe={other}"] * (not known))
 
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise, and cut into samples.
@@ -268,17 +251,19 @@ class SizedRecipe(TransformersRecipe):
         """
         raise NotImplementedError
 
-    def new_config(self, datasets: TextDatasets) -> dict[str, Any]:
-        """Return the other options of the config of a new model beside its shape, such as its special tokens."""
+    def network_class(self) -> Any:
+        """Return transformers' class of the model."""
+        raise NotImplementedError
+
+    def new_config(self, cls: Any, vocabulary: int, datasets: TextDatasets) -> Any:
+        """Return transformers' config of a new model of that class and so many token ids."""
         raise NotImplementedError
 
     def new_model(self, datasets: TextDatasets) -> Any:
         """Return transformers' model in fp32, without adapters: the pretrained one, or one of random weights."""
-        import transformers
-
         if sys.flags.optimize > 1:
             raise UserError("transformers needs docstrings: leave out python -OO and PYTHONOPTIMIZE=2")
-        cls = getattr(transformers, self.model_class)
+        cls = self.network_class()
         if self.attention == "sdpa" and not cls._supports_sdpa:
             raise UserError(
                 f"the {cls.__name__} of this transformers has no recipe.attention=sdpa", "recipe.attention=eager"
@@ -286,12 +271,106 @@ class SizedRecipe(TransformersRecipe):
         # With adapters it stays as it is: peft would save a table of another size with them, which fits no base model.
         multiple = 1 if self.lora.rank else self.vocabulary_multiple
         vocabulary = math.ceil(datasets.vocabulary / multiple) * multiple
-        options = self.config_options()
         if self.pretrained:
-            return self.open_pretrained(cls, vocabulary, **options)
-        options |= self.shape._asdict() | self.new_config(datasets)
+            return self.open_pretrained(cls, vocabulary, **self.config_options())
+        return cls(self.new_config(cls, vocabulary, datasets))
+
+    def choose_model(self, hardware: Hardware) -> list[Decision]:
+        """Return what the options of the model that are auto become.
+
+        Raises:
+            UserError: the options make no model.
+        """
+        raise NotImplementedError
+
+    def resolve(self, context: Context) -> tuple[Self, list[Decision]]:
+        """Choose the model and the context."""
+        decisions, data = self.choose_model(context.hardware), context.data
+        if isinstance(self._text(data), TokenizedText) and self.pretrained:  # the defaults need not be dropped
+            for key, default in (("tokenizer", OWN_BPE), ("vocab_size", TokenizedText.vocab_size)):
+                if (value := getattr(data, key)) not in (default, self.pretrained):
+                    mistake = f"data.{key}={value}"
+                    raise UserError(
+                        f"{mistake} has no effect with init_from={self.pretrained}, which has its own tokenizer",
+                        "",
+                        mistake=mistake,
+                    )
+        if (chosen := self.with_options(decisions)).context == "auto":
+            tokens = chosen.tokens_per_sample
+            decisions.append(Decision("recipe.context", tokens, "tokens per sample, the size's own"))
+        resolved = self.with_options(decisions)
+        if self.lora.rank and self.lora.target == "auto":
+            target = self.lora.targets(self.kind)
+            decisions.append(Decision("recipe.lora.target", target, f"peft's choice for {self.kind}"))
+            resolved = replace(resolved, lora=replace(self.lora, target=target))
+        return resolved, decisions
+
+    @property
+    def kind(self) -> str:
+        """Transformers' type of the model."""
+        raise NotImplementedError
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """``context``, where it is not auto, else the model's own; of a pretrained model at most ``longest``."""
+        if isinstance(self.context, int):
+            return self.context
+        return min(self.longest, self._positions() or self.longest)
+
+    def sizes(self, hardware: Hardware) -> Sizes:
+        return self.gpu_sizes if hardware.is_gpu else self.cpu_sizes
+
+    def summary_fields(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        return {"size": f"{parameters / 1e6:.0f}M pretrained"} if self.pretrained else {}
+
+
+@dataclass
+class SizedRecipe(TextRecipe):
+    """A model in a named size. A subclass names its sizes and the defaults among them; it may be a preset of a recipe
+    of more models, which it then stands in front of.
+    """
+
+    model_class: ClassVar[str] = ""
+    """Name of transformers' class of the model."""
+    shapes: ClassVar[Mapping[str, Any]] = {}
+    """Shapes by name, in ascending order: NamedTuples of options of transformers' config, and ``context``."""
+    on_cpu: ClassVar[str] = ""
+    on_gpu: ClassVar[str] = ""
+    cpu_sizes: ClassVar[Sizes]
+    """Of every size on a CPU; on a GPU of those up to ``on_cpu``, for which they are made, too."""
+    gpu_sizes: ClassVar[Sizes]
+    """Of the other sizes on a GPU, and of a pretrained model."""
+
+    attention: str = "sdpa"
+    """sdpa: torch's fused kernels, where they support the model's mask and bias; eager: T × T scores in memory."""
+    size: str = "auto"
+    """A name out of ``shapes``; auto: ``on_cpu`` or ``on_gpu``."""
+
+    def check_type(self, config: Any) -> None:
+        if (other := config.model_type) != self.name:
+            known = "" if other in RECIPES else f", and recipes open {', '.join(RECIPES)}"
+            problem = f"init_from={self.pretrained} is of type {other}, not {self.name}{known}"
+            raise UserError(problem, *[f"recipe={other}"] * (not known))
+
+    @property
+    def kind(self) -> str:
+        """Transformers' type of the model."""
+        return self.name
+
+    def network_class(self) -> Any:
+        import transformers
+
+        return getattr(transformers, self.model_class)
+
+    def own_config(self, datasets: TextDatasets) -> dict[str, Any]:
+        """Return the other options of the config of a new model beside its shape, such as its special tokens."""
+        raise NotImplementedError
+
+    def new_config(self, cls: Any, vocabulary: int, datasets: TextDatasets) -> Any:
+        options = self.config_options() | self.shape._asdict() | self.own_config(datasets)
         del options["context"]
-        return cls(cls.config_class(vocab_size=vocabulary, attn_implementation=self.attention, **options))
+        return cls.config_class(vocab_size=vocabulary, attn_implementation=self.attention, **options)
 
     def choose_model(self, hardware: Hardware) -> list[Decision]:
         """Return what ``recipe.size=auto`` becomes; nothing for a size that the user set.
@@ -311,35 +390,11 @@ class SizedRecipe(TransformersRecipe):
         check_choice("recipe.size", self.size, self.shapes)
         return []
 
-    def resolve(self, context: Context) -> tuple[Self, list[Decision]]:
-        """Choose the size and the context."""
-        decisions, data = self.choose_model(context.hardware), context.data
-        if isinstance(self._text(data), TokenizedText) and self.pretrained:  # the defaults need not be dropped
-            for key, default in (("tokenizer", OWN_BPE), ("vocab_size", TokenizedText.vocab_size)):
-                if (value := getattr(data, key)) not in (default, self.pretrained):
-                    mistake = f"data.{key}={value}"
-                    raise UserError(
-                        f"{mistake} has no effect with init_from={self.pretrained}, which has its own tokenizer",
-                        "",
-                        mistake=mistake,
-                    )
-        if self.context == "auto":
-            tokens = self.with_options(decisions).tokens_per_sample
-            decisions.append(Decision("recipe.context", tokens, "tokens per sample, the size's own"))
-        resolved = self.with_options(decisions)
-        if self.lora.rank and self.lora.target == "auto":
-            target = self.lora.targets(self.name)
-            decisions.append(Decision("recipe.lora.target", target, f"peft's choice for {self.name}"))
-            resolved = replace(resolved, lora=replace(self.lora, target=target))
-        return resolved, decisions
-
     @property
     def tokens_per_sample(self) -> int:
         """``context``, where it is not auto, else the size's own; of a pretrained model at most ``longest``."""
-        if isinstance(self.context, int):
-            return self.context
-        if self.pretrained:
-            return min(self.longest, self._positions() or self.longest)
+        if isinstance(self.context, int) or self.pretrained:
+            return super().tokens_per_sample
         return int(self.shape.context)
 
     @property
@@ -357,9 +412,7 @@ class SizedRecipe(TransformersRecipe):
         return replace(self.cpu_sizes, micro_batch_size=most, why=f"the recipe's own for recipe.size={self.size}")
 
     def summary_fields(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
-        if self.pretrained:
-            return {"size": f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.0f}M pretrained"}
-        return {"size": self.size}
+        return super().summary_fields(model, datasets) if self.pretrained else {"size": self.size}
 
 
 def check_context(context: int | str, positions: int | None) -> None:

@@ -1,29 +1,20 @@
-"""Predict the next token: samples, models with the loss inside of forward, and what GPT-2 and Llama share."""
+"""Predict the next token: samples, and models with the loss inside of forward."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipes.data.text.tokenizers import Tokenizer
-from recipes.data.text.tokens import TextDatasets, Windows
-from recipes.huggingface import SizedRecipe, generated
-from trainer.data.contract import Batch, Dataset, SampleId
-from trainer.errors import UserError, check_number
-from trainer.hardware import threads
-from trainer.recipe import Context, Decision, LossOutput
+from recipes.data.text.tokens import Windows
+from trainer.data.contract import Batch, SampleId
 
-_SAMPLE_TOKENS = 64
-_SAMPLE_S = 2.0
 _CAUSAL = "sdpa_causal"
 NO_TARGET = -100
 """In ``targets``: nothing is to be predicted here; torch's own ``ignore_index``."""
@@ -89,22 +80,28 @@ class LossHead(nn.Linear):
 
 
 class LanguageModel(nn.Module):
-    """One of transformers' causal language models, kept under ``name``, its output layer made a LossHead.
+    """One of transformers' causal language models, kept under ``name``, with the loss inside of forward.
+
+    Where the logits are nothing but the output layer's, this becomes a ``LossHead``, and the loss needs no logits.
+    Else, such as where they are capped or scaled, the loss is that of the logits that the model itself computes.
 
     Args:
-        network: transformers' model, its vocabulary padded.
+        network: transformers' model; its vocabulary may be padded.
         name: of the submodule.
-        chunked, vocabulary: see ``LossHead``.
-        packed: whether rows of a batch hold several texts, so that transformers has to make a mask of their positions.
+        chunked, vocabulary: see ``LossHead``; ``chunked`` only where ``needs_logits`` has no reason.
+        padded: whether rows of a batch end with padding, which the balance of experts leaves out.
     """
 
     def __init__(
-        self, network: Any, name: str, chunked: bool, vocabulary: int | None = None, packed: bool = False
+        self, network: Any, name: str, chunked: bool, vocabulary: int | None = None, padded: bool = False
     ) -> None:
         super().__init__()
-        if not packed:
-            use_causal_kernels(network)
-        network.lm_head = LossHead(network.lm_head.weight, chunked, vocabulary)
+        self.vocabulary, self.padded = vocabulary, padded
+        self.has_loss_head = not _changes_logits(network)
+        self.balance = _balance(network)
+        """Factor of the loss of experts that have unequal loads; 0: there are none, or it is not wanted."""
+        if self.has_loss_head:
+            network.set_output_embeddings(LossHead(network.get_output_embeddings().weight, chunked, vocabulary))
         self._name = name
         self.add_module(name, network)
 
@@ -117,26 +114,84 @@ class LanguageModel(nn.Module):
         """Return the summed loss (fp32 scalar) of predicting ``targets`` from ``tokens``, both int64 B × T.
 
         A target of -100 is none. ``positions``, int64 B × T, begin anew with each of several texts in a row, which do
-        not attend to each other.
+        not attend to each other. In training the loss of unequal experts is added, as often as there are targets.
         """
-        at = {} if positions is None else {"position_ids": positions}
-        hidden = self.network.base_model(tokens, use_cache=False, **at).last_hidden_state
-        loss: Tensor = self.network.lm_head(hidden, targets)
-        return loss
+        given: dict[str, Any] = {} if positions is None else {"position_ids": positions}
+        balanced = self.training and self.balance > 0
+        if self.has_loss_head and not balanced:
+            hidden = self.network.base_model(tokens, use_cache=False, **given).last_hidden_state
+            loss: Tensor = self.network.get_output_embeddings()(hidden, targets)
+            return loss
+        valid = targets != NO_TARGET
+        if balanced:
+            given["output_router_logits"] = True
+            if self.padded:  # up to each row's last target
+                given["attention_mask"] = valid.flip(1).cumsum(1).flip(1) > 0
+        output = self.network(input_ids=tokens, use_cache=False, **given)
+        logits = output.logits[..., : self.vocabulary].flatten(0, 1)
+        loss = F.cross_entropy(logits.float(), targets.flatten(), reduction="sum")
+        return loss + self.balance * output.aux_loss * valid.sum() if balanced else loss
 
 
-def use_causal_kernels(network: Any) -> None:
-    """Let a causal model with sdpa's attention call it without a mask: every sample is one text.
+def needs_logits(network: Any) -> str:
+    """Return why the loss of one of transformers' models is computed from all of its logits; empty: it need not be."""
+    if _balance(network):
+        return "the balance of its experts, which takes a pass through the whole model, is part of the loss"
+    return "its logits are not its output layer's alone, such as capped, scaled or with a bias" * _changes_logits(
+        network
+    )
 
-    Otherwise transformers checks in every forward pass whether texts are packed into a sample: the host waits for
-    the device, and where it cannot read the values (a forecast of memory) a mask of T × T is made.
+
+def _balance(network: Any) -> float:
+    """Return transformers' factor of the loss of unequal experts; 0: the model has none."""
+    takes = "output_router_logits" in inspect.signature(network.forward).parameters
+    return float(getattr(network.config, "router_aux_loss_coef", None) or 0) if takes else 0.0
+
+
+def _changes_logits(network: Any) -> bool:
+    """Return whether a model's logits are other than its output layer's product with its base model's hidden states.
+
+    The model's own forward tells: it runs over two made-up states, which have to reach the layer as they are, and what
+    that returns has to come out. Works on the meta device, too, and draws no random numbers.
+    """
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+    head, base = network.get_output_embeddings(), network.base_model
+    if type(head) is not nn.Linear or head.bias is not None or base is network:
+        return True
+    states, passed = head.weight.new_zeros(1, 2, head.in_features), []
+    hook = head.register_forward_hook(lambda _, inputs, output: passed.extend((*inputs, output)))
+    made_up = MoeModelOutputWithPast(last_hidden_state=states)
+    made_up.cross_attentions = None  # of the classes of outputs none has all
+    base.forward = lambda *_, **__: made_up
+    try:
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=states.device)
+        logits = network(input_ids=tokens, use_cache=False).logits
+    finally:
+        del base.forward
+        hook.remove()
+    # All of the states, perhaps sliced.
+    whole = len(passed) == 2 and passed[0].shape == states.shape
+    return not whole or all(states is not given for given in (passed[0], passed[0]._base)) or logits is not passed[1]
+
+
+def use_causal_kernels(network: Any, context: int) -> None:
+    """Let a causal model with sdpa's attention call it without a mask: every sample is one text of ``context`` tokens.
+
+    Only where each layer attends to all earlier tokens, and nothing is added to its scores. Otherwise transformers
+    checks in every forward pass whether texts are packed into a sample: the host waits for the device, and where it
+    cannot read the values (a forecast of memory) a mask of T × T is made.
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if network.config._attn_implementation == "sdpa":
+    config = network.config
+    windows = [getattr(config, name, None) or context for name in ("sliding_window", "attention_chunk_size")]
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    whole = min(windows) >= context and kinds <= {"full_attention", "sliding_attention", "chunked_attention"}
+    if config._attn_implementation == "sdpa" and network._supports_attention_backend and whole:
         AttentionInterface.register(_CAUSAL, sdpa_attention_forward)  # there is no mask of this name, so none is made
-        network.config._attn_implementation = _CAUSAL
+        config._attn_implementation = _CAUSAL
 
 
 def torch_can_chunk() -> bool:
@@ -153,101 +208,3 @@ class TokenWindows(Windows):
 
     def batch(self, samples: Sequence[SampleId]) -> Batch:
         return {"tokens": torch.from_numpy(np.stack([self.cut(*sample) for sample in samples]).astype(np.int64))}
-
-
-@dataclass
-class LanguageRecipe(SizedRecipe):
-    """Text to next tokens. A subclass names its sizes and its model (``new_config``, ``blocks``)."""
-
-    known_sum = True
-    unit = "tokens"
-    chunked_loss: bool | str = "auto"
-    """Compute the loss in chunks: slower, but the fp32 logits never exist as a whole. auto: on a GPU, if they and
-    their gradients take more than the free memory (torch 2.13 and later)."""
-    vocabulary_multiple: int = 64
-    """Pad the vocabulary to a multiple of this, for tensor cores; 1, or with ``lora``: no padding. The loss is the
-    same."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.chunked_loss, str) and self.chunked_loss != "auto":
-            raise UserError(f"recipe.chunked_loss={self.chunked_loss} must be true, false or auto")
-        check_number("recipe.vocabulary_multiple", self.vocabulary_multiple)
-
-    def resolve(self, context: Context) -> tuple[Self, list[Decision]]:
-        """Choose the size, the context and the form of the loss."""
-        resolved, decisions = super().resolve(context)
-        if self.chunked_loss is True and not torch_can_chunk():
-            raise UserError(
-                f"recipe.chunked_loss=true needs a newer torch than {torch.__version__}", "recipe.chunked_loss=auto"
-            )
-        if self.chunked_loss != "auto":
-            return resolved, decisions
-        before = context.recorded.get("recipe.chunked_loss", False)
-        if context.recorded or not context.hardware.is_gpu or not torch_can_chunk():
-            return replace(resolved, chunked_loss=before is True and torch_can_chunk()), decisions
-        if context.datasets is None:
-            return resolved, decisions
-        # fp32 logits, log-probabilities and gradients: 12 bytes for each token and entry of the vocabulary
-        tokens = context.micro_batch_size * resolved.tokens_per_sample
-        chunked = 12 * tokens * context.datasets.vocabulary > context.free_bytes
-        why = "the logits take more than the free memory"
-        decisions += [Decision("recipe.chunked_loss", True, why)] if chunked else []
-        return replace(resolved, chunked_loss=chunked), decisions
-
-    def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[np.ndarray], Dataset], str]:
-        context = self.tokens_per_sample
-        return tokenizer, lambda part: TokenWindows(part, context), ""
-
-    def new_model(self, datasets: TextDatasets) -> LanguageModel:
-        """Return the model with the loss inside of forward."""
-        network, chunked, packed = super().new_model(datasets), self.chunked_loss is True, datasets.tokens.packing
-        return LanguageModel(network, self.name, chunked, datasets.vocabulary, packed)
-
-    def count_targets(self, batch: Batch) -> int:
-        """Every token but each sample's first is predicted, or those that ``targets`` has."""
-        if "targets" in batch:
-            return int((batch["targets"] != NO_TARGET).sum())
-        tokens = batch["tokens"]
-        return tokens.shape[0] * (tokens.shape[1] - 1)
-
-    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
-        """Predict each token from those before it.
-
-        A batch has ``tokens``, int64 B × (T + 1); or B × T with the ``targets`` of each, and perhaps ``positions``.
-        """
-        tokens = batch["tokens"]
-        if "targets" in batch:
-            return LossOutput(model(tokens, batch["targets"], batch.get("positions")), {})
-        return LossOutput(model(tokens[:, :-1], tokens[:, 1:]), {})
-
-    def report(self, loss: float, sums: dict[str, float], targets: int) -> dict[str, float]:
-        """Report the loss in nats per token, and its exponential."""
-        return {"loss": loss, "perplexity": math.inf if loss > 700 else math.exp(loss)}
-
-    def exported(self, folder: Path) -> dict[str, Tensor]:
-        """Return the weights that ``export`` wrote, by their names in the model."""
-        return {f"{self.name}.{name}": tensor for name, tensor in super().exported(folder).items()}
-
-    def shown_by(self, datasets: TextDatasets) -> list[str]:
-        words = datasets.first_words
-        return ["generate.py", f"prompt={words}"] if words else super().shown_by(datasets)
-
-    def closing_text(self, model: LanguageModel, datasets: TextDatasets, device: torch.device) -> str:
-        """Show a short sample of generated text in one line: as much as fits into two seconds."""
-        tokenizer = datasets.tokens.tokenizer
-        start = datasets.tokens.valid[: min(16, self.tokens_per_sample // 2)].astype(np.int64)
-        prompt = torch.from_numpy(start)[None].to(device)
-        length = min(_SAMPLE_TOKENS, self.tokens_per_sample - prompt.shape[1])
-        drawn = {"do_sample": True, "temperature": 1.0, "top_k": 40, "top_p": 1.0}
-        ends = {"max_new_tokens": length, "max_time": _SAMPLE_S, "eos_token_id": None}
-        torch.manual_seed(0)
-        try:
-            with threads(1):  # a token is little work to share: where CPUs are busy, threads wait for each other
-                ids = generated(model.network, prompt, tokenizer.vocab_size, **drawn, **ends)
-        except FloatingPointError as error:
-            return f"no sample: {error}"
-        written = ids[0, len(start) :].tolist()
-        cut = f" ({len(written)} of {length} tokens in {_SAMPLE_S:g} s)" * (len(written) < length)
-        text = f"‹{tokenizer.decode(start.tolist())}›{tokenizer.decode(written)}"
-        return f"sample{cut}  {' '.join(text.split())}"

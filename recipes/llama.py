@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
+from recipes.causal_lm import CausalLM
 from recipes.data.text.tokens import TextDatasets
-from recipes.language import LanguageModel, LanguageRecipe
+from recipes.huggingface import SizedRecipe
 from trainer.errors import UserError, check_number
 from trainer.hardware import Hardware
-from trainer.recipe import Decision, Sizes
+from trainer.recipe import NO_OPTION, Decision, Sizes
 
 
 class Shape(NamedTuple):
@@ -41,7 +42,7 @@ NUMBERS = dict(zip(("layers", "width", "heads", "kv_heads", "ffn"), Shape._field
 
 
 @dataclass
-class Llama(LanguageRecipe):
+class Llama(SizedRecipe, CausalLM):
     """The ``recipe=llama`` config: a size, any number of which can be replaced."""
 
     name: ClassVar[str] = "llama"
@@ -54,6 +55,8 @@ class Llama(LanguageRecipe):
     on_gpu = "1B"
     cpu_sizes = Sizes(steps=200, batch_size=16, micro_batch_size=16)  # a minute or two
     gpu_sizes = Sizes(steps=50, batch_size=8, micro_batch_size=1)  # one sample of 8192 tokens at a time
+    model_type: str | None = field(default=None, metadata=NO_OPTION)
+    config: dict[str, Any] = field(default_factory=dict, metadata=NO_OPTION)
     size: str = "auto"
     """nano, 1B or 8B; auto: nano on a CPU, 1B on a GPU."""
     layers: int | None = None
@@ -92,7 +95,7 @@ class Llama(LanguageRecipe):
             )
         return decisions
 
-    def new_config(self, datasets: TextDatasets) -> dict[str, Any]:
+    def own_config(self, datasets: TextDatasets) -> dict[str, Any]:
         return {
             "max_position_embeddings": self.tokens_per_sample,
             "rms_norm_eps": 1e-5,
@@ -100,9 +103,6 @@ class Llama(LanguageRecipe):
             "bos_token_id": None,
             "eos_token_id": None,
         }
-
-    def blocks(self, model: LanguageModel) -> list[nn.Module]:
-        return list(model.network.model.layers)
 
     def summary_fields(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
         """Return the size, and what was changed of it."""

@@ -47,7 +47,7 @@ class LoRA:
 
         return list(AUTO[kind])
 
-    def inject(self, network: Any, kind: str) -> None:
+    def inject(self, network: Any) -> None:
         """Add the adapters to a model of transformers, in place; nothing but them is trainable.
 
         Raises:
@@ -57,6 +57,7 @@ class LoRA:
             return
         from peft import LoraConfig
 
+        kind = network.config.model_type
         targets = self.targets(kind)
         _check_targets(network, targets)
         config = LoraConfig(

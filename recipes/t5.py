@@ -133,7 +133,7 @@ class T5(SizedRecipe):
         """Return the dropout."""
         return {"dropout_rate": self.dropout}
 
-    def new_config(self, datasets: TextDatasets) -> dict[str, Any]:
+    def own_config(self, datasets: TextDatasets) -> dict[str, Any]:
         """Return the token ids beside the text's: start, which pads, and EOS."""
         start, eos = (datasets.tokenizer.token_id(role) for role in SPECIAL)
         return {"pad_token_id": start, "decoder_start_token_id": start, "eos_token_id": eos}

@@ -97,14 +97,14 @@ def rank_process(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
 
 MEAN = """
 import sys
-from recipes.language import LanguageRecipe
+from recipes.causal_lm import CausalLM
 from trainer.run.command import main
 
-summed = LanguageRecipe.loss
+summed = CausalLM.loss
 def mean(self, model, batch):
     output = summed(self, model, batch)
     return output._replace(loss_sum=output.loss_sum / self.count_targets(batch))
-LanguageRecipe.loss, LanguageRecipe.known_sum = mean, False
+CausalLM.loss, CausalLM.known_sum = mean, False
 sys.exit(main())
 """
 

@@ -144,7 +144,7 @@ def test_a_pretrained_gelu_takes_one_kernel_and_stays_the_same_function(tmp_path
         shape = {"n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
         before = GPT2LMHeadModel(GPT2Config(vocab_size=64, activation_function=name, **shape))
         before.save_pretrained(tmp_path)
-        datasets: Any = SimpleNamespace(vocabulary=64, tokens=SimpleNamespace(packing=False))
+        datasets: Any = SimpleNamespace(vocabulary=64, tokens=SimpleNamespace(packing=False, samples={}))
         after = GPT2(pretrained=str(tmp_path)).new_model(datasets).network
         assert after.config.activation_function == opened
         tokens = torch.randint(64, (2, 16))
