@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mantissa.errors import nearest
+from recipes.any_model import AnyModel
 from recipes.data.text.tokenizers import Tokenizer
 from recipes.data.text.tokens import TextDatasets
-from recipes.huggingface import RECIPES, TextRecipe, check_context, generated
+from recipes.huggingface import generated
 from recipes.language import (
     NO_TARGET,
     LanguageModel,
@@ -26,36 +26,26 @@ from recipes.language import (
     use_causal_kernels,
 )
 from trainer.data.contract import Batch, Dataset
-from trainer.errors import UserError, check_number, first_line
-from trainer.hardware import Hardware, threads
+from trainer.errors import UserError, check_number
+from trainer.hardware import threads
 from trainer.recipe import Context, Decision, LossOutput, Sizes
 
 _SAMPLE_TOKENS = 64
 _SAMPLE_S = 2.0
-_ON_CPU = 256
-"""Tokens of a sample of a new model on a CPU, where ``context`` is auto."""
 _SPECIAL = ("bos_token", "eos_token", "pad_token")
 
 
 @dataclass
-class CausalLM(TextRecipe):
+class CausalLM(AnyModel):
     """The ``recipe=causal_lm`` config: text to next tokens. Presets of it have sizes with names (``SizedRecipe``)."""
 
     name: ClassVar[str] = "causal_lm"
     known_sum = True
     unit = "tokens"
-    architecture: ClassVar[tuple[str, ...]] = ("model_type", "config", "pretrained")
-    adjustable = ("context",)
+    task = "CAUSAL_LM"
     cpu_sizes = Sizes(steps=200, batch_size=8, micro_batch_size=8)
     gpu_sizes = Sizes(steps=200, batch_size=8, micro_batch_size=8)
     longest = 1024
-    attention: str = "auto"
-    """sdpa: torch's fused kernels; eager: T × T scores in memory; auto: sdpa, where transformers has it for the
-    model."""
-    model_type: str | None = None
-    """Transformers' type of a new model, such as qwen3, gemma3_text or mixtral."""
-    config: dict[str, Any] = field(default_factory=dict)
-    """Options of transformers' config of the model, such as ``recipe.config.num_hidden_layers=4``."""
     chunked_loss: bool | str = "auto"
     """Compute the loss in chunks: slower, but the fp32 logits never exist as a whole. auto: on a GPU, if they and
     their gradients take more than the free memory (torch 2.13 and later)."""
@@ -98,97 +88,11 @@ class CausalLM(TextRecipe):
         context = self.tokens_per_sample
         return tokenizer, lambda part: TokenWindows(part, context), ""
 
-    def choose_model(self, hardware: Hardware) -> list[Decision]:
-        """Choose the kind of attention, and the context of a new model.
-
-        Raises:
-            UserError: there is no such model, or it is none that continues a text.
-        """
-        if self.pretrained and self.model_type:
-            mistake = f"recipe.model_type={self.model_type}"
-            raise UserError(f"{mistake} has no effect with init_from, which sets the model", "", mistake=mistake)
-        if not (self.pretrained or self.model_type):
-            raise UserError(
-                "recipe=causal_lm trains any model, and none is named: set init_from to a hub id or a folder, or "
-                "recipe.model_type to the type of a new one, and its size by recipe.config.…"
-            )
-        decisions, positions, network = [], self._positions(), self.network_class()
-        check_context(self.context, positions)
-        if self.attention == "auto":
-            kind, lacks = ("sdpa", "has") if network._supports_sdpa else ("eager", "has no sdpa, but")
-            decisions.append(Decision("recipe.attention", kind, f"which {network.__name__} {lacks}"))
-        if self.context == "auto" and not self.pretrained and not hardware.is_gpu:
-            decisions.append(Decision("recipe.context", min(_ON_CPU, positions or _ON_CPU), "tokens, for a CPU"))
-        return decisions
-
-    @property
-    def kind(self) -> str:
-        """Transformers' type of the model."""
-        return str(self.model_type or self.pretrained_config().model_type)
-
-    def network_class(self) -> Any:
-        """Return transformers' class of the model."""
-        import transformers
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-        return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.kind])
-
-    def check_type(self, config: Any) -> None:
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-        kind, remedies = config.model_type, [f"recipe={config.model_type}"] * (config.model_type in RECIPES)
-        option = f"init_from={self.pretrained}" if self.pretrained else f"recipe.model_type={kind}"
+    def unfit(self, config: Any) -> str:
         if config.is_encoder_decoder:
-            why = "encodes one text and decodes another"
-        elif (text := config.get_text_config()) is not config:
-            why = "takes images or other inputs beside text"
-            remedies += [f"recipe.model_type={text.model_type}"] * (not self.pretrained)
-        elif kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or not getattr(config, "is_decoder", True):
-            why = "does not continue a text"
-        else:
-            return
-        raise UserError(f"{option}: a model of type {kind} {why}; recipe=causal_lm cannot train it", *remedies)
-
-    def _positions(self) -> int | None:
-        config = self.pretrained_config() if self.pretrained else self._config_of({})
-        positions: int | None = getattr(config, "max_position_embeddings", None)
-        return positions
-
-    def config_options(self) -> dict[str, Any]:
-        return self._known_options(type(self.pretrained_config())) if self.config else {}
-
-    def _known_options(self, cls: Any) -> dict[str, Any]:
-        """Return ``config`` under the names that transformers' class of the config has for its options."""
-        from transformers import PreTrainedConfig
-
-        # Those that every config has say nothing about the model, but where the class has them as its own.
-        own = {name for base in cls.__mro__ if base not in PreTrainedConfig.__mro__ for name in vars(base)}
-        known = {*inspect.signature(cls).parameters} - ({*inspect.signature(PreTrainedConfig).parameters} - own)
-        known = {*known, *cls.attribute_map} - {"kwargs"}
-        for key in self.config:
-            if key == "vocab_size":
-                raise UserError("recipe.config.vocab_size has no effect: the tokenizer's is used", "", mistake=key)
-            if key not in known:
-                near = nearest(key, known, "recipe.config.")
-                raise UserError(f"recipe.config.{key} is no option of transformers' {cls.__name__}{near}")
-        return {cls.attribute_map.get(key, key): value for key, value in self.config.items()}
-
-    def _config_of(self, more: dict[str, Any]) -> Any:
-        """Return transformers' config of a new model, with more options below those of the user."""
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-        if self.model_type not in CONFIG_MAPPING:
-            near = nearest(str(self.model_type), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-            raise UserError(f"recipe.model_type={self.model_type} is no type of this transformers{near}")
-        cls: Any = CONFIG_MAPPING[self.model_type]
-        options = self._known_options(cls)
-        try:
-            config = cls(**(more | options))
-        except Exception as error:  # of checks that are each class's own
-            raise UserError(f"recipe.config makes no {self.model_type}: {first_line(error)}") from error
-        self.check_type(config)
-        return config
+            return "encodes one text and decodes another"
+        continues = config.model_type in self.classes() and getattr(config, "is_decoder", True)
+        return "" if continues else "does not continue a text"
 
     def new_config(self, cls: Any, vocabulary: int, datasets: TextDatasets) -> Any:
         """Return the config; of special tokens it has those of the tokenizer: others may lie beyond the vocabulary."""
@@ -216,19 +120,6 @@ class CausalLM(TextRecipe):
         with torch.device("meta"):
             return needs_logits(super().new_model(datasets))
 
-    def blocks(self, model: Any) -> list[nn.Module]:
-        """Return the longest list of modules that transformers splits between devices as a whole, else of one class."""
-        network = model.network
-        whole, lists = set(network._no_split_modules or ()), list[nn.ModuleList]()
-        for module in network.modules():
-            if isinstance(module, nn.ModuleList) and not any(
-                module is part for some in lists for part in some.modules()
-            ):
-                lists.append(module)
-        named = [some for some in lists if all(whole & {base.__name__ for base in type(part).__mro__} for part in some)]
-        equal = [some for some in lists if len({type(part) for part in some}) == 1]
-        return list(max(named or equal, key=len, default=()))
-
     def count_targets(self, batch: Batch) -> int:
         """Every token but each sample's first is predicted, or those that ``targets`` has."""
         if "targets" in batch:
@@ -249,13 +140,6 @@ class CausalLM(TextRecipe):
     def report(self, loss: float, sums: dict[str, float], targets: int) -> dict[str, float]:
         """Report the loss in nats per token, and its exponential."""
         return {"loss": loss, "perplexity": math.inf if loss > 700 else math.exp(loss)}
-
-    def summary_fields(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
-        """Return the size, the type and the blocks, and why the loss takes all logits where it does."""
-        blocks: Any = self.blocks(model)
-        kinds = sorted({type(block).__name__ for block in blocks})
-        facts = {"type": self.kind, "blocks": f"{len(blocks)} × {', '.join(kinds)}" if blocks else "none found"}
-        return super().summary_fields(model, datasets) | facts
 
     def exported(self, folder: Path) -> dict[str, Tensor]:
         """Return the weights that ``export`` wrote, by their names in the model."""

@@ -1,0 +1,158 @@
+"""What recipes of any of transformers' models share: which model it is, and the options of its config."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import nn
+
+from mantissa.errors import nearest
+from recipes.huggingface import RECIPES, TextRecipe, check_context
+from trainer.errors import UserError, first_line
+from trainer.hardware import Hardware
+from trainer.recipe import Decision
+
+
+@dataclass
+class AnyModel(TextRecipe):
+    """Any of transformers' models for one task: new ones of random weights, or pretrained ones.
+
+    A subclass names the task.
+    """
+
+    architecture: ClassVar[tuple[str, ...]] = ("model_type", "config", "pretrained")
+    adjustable = ("context",)
+    task: ClassVar[str] = ""
+    """What stands in transformers' MODEL_FOR_…_MAPPING_NAMES."""
+    new_context: ClassVar[int] = 256
+    """Tokens of a sample of a new model on a CPU, where ``context`` is auto."""
+
+    attention: str = "auto"
+    """sdpa: torch's fused kernels; eager: T × T scores in memory; auto: sdpa, where transformers has it for the
+    model."""
+    model_type: str | None = None
+    """Transformers' type of a new model, such as qwen3, modernbert or bert."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Options of transformers' config of the model, such as ``recipe.config.num_hidden_layers=4``."""
+
+    def choose_model(self, hardware: Hardware) -> list[Decision]:
+        """Choose the kind of attention, and the context of a new model.
+
+        Raises:
+            UserError: there is no such model, or it is none for the task.
+        """
+        if self.pretrained and self.model_type:
+            mistake = f"recipe.model_type={self.model_type}"
+            raise UserError(f"{mistake} has no effect with init_from, which sets the model", "", mistake=mistake)
+        if not (self.pretrained or self.model_type):
+            raise UserError(
+                f"recipe={self.name} trains any model, and none is named: set init_from to a hub id or a folder, or "
+                "recipe.model_type to the type of a new one, and its size by recipe.config.…"
+            )
+        decisions, positions, network = [], self._positions(), self.network_class()
+        check_context(self.context, positions)
+        if self.attention == "auto":
+            kind, lacks = ("sdpa", "has") if network._supports_sdpa else ("eager", "has no sdpa, but")
+            decisions.append(Decision("recipe.attention", kind, f"which {network.__name__} {lacks}"))
+        if self.context == "auto" and not self.pretrained and not hardware.is_gpu:
+            tokens = min(self.new_context, positions or self.new_context)
+            decisions.append(Decision("recipe.context", tokens, "tokens, for a CPU"))
+        return decisions
+
+    @property
+    def kind(self) -> str:
+        """Transformers' type of the model."""
+        return str(self.model_type or self.pretrained_config().model_type)
+
+    def classes(self) -> dict[str, str]:
+        """Return transformers' names of the classes for the task, by the type of the model."""
+        from transformers.models.auto import modeling_auto
+
+        names: dict[str, str] = getattr(modeling_auto, f"MODEL_FOR_{self.task}_MAPPING_NAMES")
+        return names
+
+    def unfit(self, config: Any) -> str:
+        """Return why a model of this config is none for the task; empty: it is one."""
+        raise NotImplementedError
+
+    def network_class(self) -> Any:
+        """Return transformers' class of the model."""
+        import transformers
+
+        return getattr(transformers, self.classes()[self.kind])
+
+    def check_type(self, config: Any) -> None:
+        kind, remedies = config.model_type, [f"recipe={config.model_type}"] * (config.model_type in RECIPES)
+        why = self.unfit(config)
+        if not why and not config.is_encoder_decoder and (text := config.get_text_config()) is not config:
+            why = "takes images or other inputs beside text"
+            remedies += [f"recipe.model_type={text.model_type}"] * (not self.pretrained)
+        if why:
+            option = f"init_from={self.pretrained}" if self.pretrained else f"recipe.model_type={kind}"
+            raise UserError(f"{option}: a model of type {kind} {why}; recipe={self.name} cannot train it", *remedies)
+
+    def _positions(self) -> int | None:
+        config = self.model_config()
+        positions: int | None = getattr(config, "max_position_embeddings", None)
+        return positions
+
+    def model_config(self) -> Any:
+        """Return transformers' config of the pretrained model, or of a new one of any vocabulary."""
+        return self.pretrained_config() if self.pretrained else self._config_of({})
+
+    def config_options(self) -> dict[str, Any]:
+        return self._known_options(type(self.pretrained_config())) if self.config else {}
+
+    def _known_options(self, cls: Any) -> dict[str, Any]:
+        """Return ``config`` under the names that transformers' class of the config has for its options."""
+        from transformers import PreTrainedConfig
+
+        # Those that every config has say nothing about the model, but where the class has them as its own.
+        own = {name for base in cls.__mro__ if base not in PreTrainedConfig.__mro__ for name in vars(base)}
+        known = {*inspect.signature(cls).parameters} - ({*inspect.signature(PreTrainedConfig).parameters} - own)
+        known = {*known, *cls.attribute_map} - {"kwargs"}
+        for key in self.config:
+            if key == "vocab_size":
+                raise UserError("recipe.config.vocab_size has no effect: the tokenizer's is used", "", mistake=key)
+            if key not in known:
+                near = nearest(key, known, "recipe.config.")
+                raise UserError(f"recipe.config.{key} is no option of transformers' {cls.__name__}{near}")
+        return {cls.attribute_map.get(key, key): value for key, value in self.config.items()}
+
+    def _config_of(self, more: dict[str, Any]) -> Any:
+        """Return transformers' config of a new model, with more options below those of the user."""
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        if self.model_type not in CONFIG_MAPPING:
+            near = nearest(str(self.model_type), self.classes())
+            raise UserError(f"recipe.model_type={self.model_type} is no type of this transformers{near}")
+        cls: Any = CONFIG_MAPPING[self.model_type]
+        options = self._known_options(cls)
+        try:
+            config = cls(**(more | options))
+        except Exception as error:  # of checks that are each class's own
+            raise UserError(f"recipe.config makes no {self.model_type}: {first_line(error)}") from error
+        self.check_type(config)
+        return config
+
+    def blocks(self, model: Any) -> list[nn.Module]:
+        """Return the longest list of modules that transformers splits between devices as a whole, else of one class."""
+        network = getattr(model, "network", model)
+        whole, lists = set(network._no_split_modules or ()), list[nn.ModuleList]()
+        for module in network.modules():
+            if isinstance(module, nn.ModuleList) and not any(
+                module is part for some in lists for part in some.modules()
+            ):
+                lists.append(module)
+        named = [some for some in lists if all(whole & {base.__name__ for base in type(part).__mro__} for part in some)]
+        equal = [some for some in lists if len({type(part) for part in some}) == 1]
+        return list(max(named or equal, key=len, default=()))
+
+    def summary_fields(self, model: nn.Module, datasets: Any) -> dict[str, Any]:
+        """Return the size, the type and the blocks."""
+        blocks: Any = self.blocks(model)
+        kinds = sorted({type(block).__name__ for block in blocks})
+        facts = {"type": self.kind, "blocks": f"{len(blocks)} × {', '.join(kinds)}" if blocks else "none found"}
+        return super().summary_fields(model, datasets) | facts
