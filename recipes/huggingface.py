@@ -451,11 +451,12 @@ def load_whole(cls: Any, key: str, place: Mapping[str, Any], **options: Any) -> 
             f"({shortened(shapes, 2)})"
         )
     base, (inputs, outputs) = model.base_model, (model.get_input_embeddings(), model.get_output_embeddings())
-    body, head = (set() if part is None else {id(each) for each in part.parameters()} for part in (base, outputs))
+    parts = (base, outputs, getattr(base, "pooler", None))  # that of BERT is a part of its heads alone
+    body, head, pooler = (set() if part is None else {id(each) for each in part.parameters()} for part in parts)
     embedding = {id(each) for each in inputs.parameters()}
     owner = {name: id(each) for name, each in model.named_parameters(remove_duplicate=False)}
     missing = sorted(found["missing_keys"])
-    new = [name for name in missing if owner.get(name) not in (body - head) | embedding]
+    new = [name for name in missing if owner.get(name) not in (body - head - pooler) | embedding]
     if lost := [name for name in missing if name not in new]:
         raise UserError(f"{key}: {len(lost)} of {len(model.state_dict())} tensors are missing ({shortened(lost, 3)})")
     more = sorted(found["unexpected_keys"])

@@ -85,6 +85,8 @@ class LabelledDatasets(Datasets):
     """The id that fills a batch."""
     vocabulary: int
     """Number of token ids that the model knows: the tokenizer's, or more."""
+    types: bool = False
+    """Whether batches say which of two texts a token is of."""
 
     def facts(self) -> dict[str, str]:
         return super().facts() | {"classes": f"{len(self.classes):,} ({shortened(self.classes)})"}
@@ -272,4 +274,5 @@ def opened(
         tokenizer=tokenizer,
         pad=pad,
         vocabulary=max(tokenizer.vocab_size, encoding.vocabulary),
+        types=encoding.types and len(columns) == 2,
     )
