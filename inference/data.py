@@ -14,6 +14,7 @@ from inference.run_config import RunConfig
 from mantissa.display import shortened
 from recipes.data.images.source import ImageDatasets
 from recipes.data.text.corpus import TokenizedText
+from recipes.data.text.labelled import EncodedTexts, LabelledDatasets
 from recipes.data.text.tokens import TextDatasets
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.errors import UserError
@@ -39,7 +40,10 @@ def open_data(run: RunConfig, exported: Exported, split: str) -> Datasets:
         problem = error.problem.replace(f"init_from={exported.folder}", f"run={exported.given}")
         raise UserError(problem, *error.remedies, mistake=error.mistake) from error
     if isinstance(datasets, ImageDatasets) and "classes" in exported.config:
-        return _with_classes(datasets, exported.config)
+        colours = {name: tuple(exported.config[name]) for name in ("mean", "std")}
+        return replace(_with_classes(datasets, exported.config["classes"]), **colours)
+    if isinstance(datasets, LabelledDatasets):
+        return _with_classes(datasets, [*exported.config["id2label"].values()])
     if isinstance(datasets, TextDatasets):
         exported.check_tokens(f"data={config.data.kind}", datasets.vocabulary)
     return datasets
@@ -53,6 +57,8 @@ def part_of(datasets: Datasets, split: str, data: DataSource) -> Dataset:
     """
     if isinstance(datasets, TextDatasets) and split == "all" and datasets.tokens.valid is datasets.tokens.train:
         return datasets.train
+    if split == "all" and isinstance(train := datasets.train, EncodedTexts):
+        return train.followed_by(datasets.valid)
     if split == "all":
         return Joined([datasets.train, datasets.valid])
     part: Dataset | None = getattr(datasets, split)
@@ -71,20 +77,23 @@ def tokens_per_byte(datasets: Datasets, split: str) -> float | None:
     return sum(len(getattr(tokens, part)) for part in parts) / sum(tokens.text_bytes[part] for part in parts)
 
 
-def _with_classes(datasets: ImageDatasets, config: dict[str, Any]) -> ImageDatasets:
-    """Return the images with the labels and the normalisation of a trained model."""
-    names: list[str] = config["classes"]
+def _with_classes(datasets: Any, names: list[str]) -> Any:
+    """Return labelled images or texts with the classes of a trained model."""
     if unknown := [name for name in datasets.classes if name not in names]:
         raise UserError(
             f"the data has the class {unknown[0]!r}, which the model was not trained on (its {len(names)} classes: "
-            f"{shortened(names, 5)}); leave such images out, or rename their class"
+            f"{shortened(names, 5)}); leave such samples out, or rename their class"
         )
     labels = torch.tensor([names.index(name) for name in datasets.classes])
     given: dict[str, Any] = {name: getattr(datasets, name) for name in ("train", "valid", "test")}
-    parts = {name: copy(part) for name, part in given.items() if part is not None}  # they share the images
+    parts = {name: copy(part) for name, part in given.items() if part is not None}  # they share the samples
     for part in parts.values():
-        part.labels = labels[part.labels]
-    return replace(datasets, **parts, classes=names, mean=tuple(config["mean"]), std=tuple(config["std"]))
+        if part.labels.dtype == torch.bool:  # a column for each class
+            columns = part.labels.new_zeros(len(part.labels), len(names))
+            part.labels = columns.index_copy(1, labels, part.labels)
+        else:
+            part.labels = labels[part.labels]
+    return replace(datasets, **parts, classes=names)
 
 
 class Joined:

@@ -131,7 +131,7 @@ def measure(exported: Exported, run: RunConfig, split: str, at_least: int) -> Me
             output = recipe.loss(model, batch)
         metrics.update(output)
         sums.append({"loss": output.loss_sum, **output.metric_sums})
-        if classes and output.predictions is not None:
+        if classes and output.predictions is not None and output.targets.dim() == 1:  # one class for each
             given.append((output.targets, output.predictions.argmax(1)))
         return sums[-1]
 

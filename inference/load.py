@@ -122,7 +122,9 @@ def open_exported(given: str, path: Path) -> Exported:
         )
     classifier = "arch" in config and "classes" in config
     name = str(config.get("recipe", "resnet" if classifier else config.get("model_type")))
-    known = list(groups()["recipe"]) if "recipe" in config else [*RECIPES, *["resnet"] * classifier]
+    if any(kind.endswith("ForSequenceClassification") for kind in config.get("architectures") or ()):
+        name = "text_classifier"
+    known = list(groups()["recipe"]) if "recipe" in config else [*RECIPES, "text_classifier", *["resnet"] * classifier]
     if name not in known:  # such as transformers' own ResNet, or timm's folders
         kind = (config.get("architectures") or [config.get("architecture", f"a model of type {name}")])[0]
         raise UserError(f"run={given}: config.json is of {kind:.60}, which is not read here; give a run or its best/")

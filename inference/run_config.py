@@ -125,6 +125,8 @@ def _of_run(exported: Exported, other_data: bool, with_data: bool, split: str) -
         for key, value in exported.run.config().items()
         if key.partition(".")[0] in {*GROUPS, *KEYS} - left_out and key not in dropped
     }
+    if recorded.get("recipe.model_type", "") is None:
+        recorded["recipe.pretrained"] = str(exported.folder)  # in the place of what it was fine-tuned from
     if other_data and "image_size" in exported.config:
         recorded["recipe.image_size"] = exported.config["image_size"]
     return recorded
@@ -138,6 +140,8 @@ def _of_folder(exported: Exported) -> dict[str, Any]:
         options = config["options"]
     elif is_images:
         options = {"arch": config["arch"], "image_size": config["image_size"]}
+    elif exported.recipe in ("causal_lm", "text_classifier"):
+        options = {"pretrained": str(exported.folder)}
     elif exported.positions is not None:
         options = {"context": min(exported.positions, _LONGEST)}
     recorded = {"recipe": exported.recipe} | {f"recipe.{key}": value for key, value in options.items()}

@@ -159,7 +159,7 @@ class EncodedTexts:
         """The number of samples whose text is longer than what is read of it."""
         return int(self.encoded["cut"].to_numpy()[self.rows].sum())
 
-    def followed_by(self, other: EncodedTexts) -> EncodedTexts:
+    def followed_by(self, other: Any) -> EncodedTexts:
         """Return these samples and others of the same classes."""
         from datasets import concatenate_datasets
 
