@@ -129,8 +129,9 @@ class TextClassifier(AnyModel):
         return model
 
     def _positions(self) -> int | None:
+        config = self.model_config()
         with torch.device("meta"):
-            return positions(self.network_class()(self.model_config()))
+            return positions(self.network_class()(config))
 
     def count_targets(self, batch: Batch) -> int:
         """Return the number of texts."""
