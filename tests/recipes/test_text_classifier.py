@@ -207,7 +207,7 @@ def test_a_new_model_has_its_own_tokenizer_and_is_evaluated_and_resumed(tmp_path
     train(compose(*runs, "run_name=parts", "steps=4", "resume=auto"))
     states = [load(tmp_path / run / "checkpoints", 4).tensors() for run in ("whole", "parts")]
     assert same_bits(*states)
-    assert {"accuracy", "f1_macro", "mcc"} <= whole.summary["final"].keys()
+    assert {"valid/accuracy", "valid/f1_macro", "valid/mcc"} <= whole.summary["final"].keys()
 
 
 FORMS: dict[str, tuple[list[Any], tuple[str, ...], list[str], list[Any]]] = {
