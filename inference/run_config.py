@@ -66,7 +66,7 @@ class RunConfig:
         config, device = self.config, self.hardware.device
         config.set_up()
         config.use_kernels(self.hardware, convolves(model))
-        config.precision.convert(model.to(device), device, config.recipe.blocks)
+        config.precision.convert(model.to(device), device, config.recipe.blocks, config.recipe.fp32_modules)
         return model
 
 
@@ -103,6 +103,10 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
         )
     else:
         recorded = _of_folder(exported)
+    if exported.recipe == "causal_lm":  # whatever it was made of
+        recorded |= {"recipe.model_type": exported.config["model_type"], "recipe.config": {}}
+        if exported.positions is not None:
+            recorded["recipe.config"] = {"max_position_embeddings": exported.positions}
     sizes = [override.partition("=")[2] for override in overrides if key_of(override) == MICRO]
     micro_batch_size = sizes[-1] if sizes else recorded.get(MICRO, "auto")
     # Training's batch need not be a multiple of the microbatch.

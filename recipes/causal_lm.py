@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mantissa.errors import nearest
+from mantissa.errors import described, nearest
 from recipes.data.text.tokenizers import Tokenizer
 from recipes.data.text.tokens import TextDatasets
 from recipes.huggingface import RECIPES, TextRecipe, check_context, generated
@@ -21,12 +21,14 @@ from recipes.language import (
     NO_TARGET,
     LanguageModel,
     TokenWindows,
+    balance_of,
     needs_logits,
+    routers,
     torch_can_chunk,
     use_causal_kernels,
 )
 from trainer.data.contract import Batch, Dataset
-from trainer.errors import UserError, check_number, first_line
+from trainer.errors import UserError, check_number, is_out_of_memory
 from trainer.hardware import Hardware, threads
 from trainer.recipe import Context, Decision, LossOutput, Sizes
 
@@ -113,7 +115,11 @@ class CausalLM(TextRecipe):
                 "recipe.model_type to the type of a new one, and its size by recipe.config.…"
             )
         decisions, positions, network = [], self._positions(), self.network_class()
-        check_context(self.context, positions)
+        if self.pretrained:
+            check_context(self.context, positions)
+        elif positions and isinstance(self.context, int) and self.context > positions:
+            problem = f"recipe.context={self.context} is longer than the model's {positions}"
+            raise UserError(problem, f"recipe.config.max_position_embeddings={self.context}")
         if self.attention == "auto":
             kind, lacks = ("sdpa", "has") if network._supports_sdpa else ("eager", "has no sdpa, but")
             decisions.append(Decision("recipe.attention", kind, f"which {network.__name__} {lacks}"))
@@ -143,7 +149,7 @@ class CausalLM(TextRecipe):
         elif (text := config.get_text_config()) is not config:
             why = "takes images or other inputs beside text"
             remedies += [f"recipe.model_type={text.model_type}"] * (not self.pretrained)
-        elif kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or not getattr(config, "is_decoder", True):
+        elif kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             why = "does not continue a text"
         else:
             return
@@ -151,8 +157,8 @@ class CausalLM(TextRecipe):
 
     def _positions(self) -> int | None:
         config = self.pretrained_config() if self.pretrained else self._config_of({})
-        positions: int | None = getattr(config, "max_position_embeddings", None)
-        return positions
+        positions = getattr(config, "max_position_embeddings", None)
+        return positions if positions and positions > 0 else None  # such as XLNet's -1
 
     def config_options(self) -> dict[str, Any]:
         return self._known_options(type(self.pretrained_config())) if self.config else {}
@@ -186,7 +192,8 @@ class CausalLM(TextRecipe):
         try:
             config = cls(**(more | options))
         except Exception as error:  # of checks that are each class's own
-            raise UserError(f"recipe.config makes no {self.model_type}: {first_line(error)}") from error
+            why = " ".join(str(error).split())[:300]
+            raise UserError(f"recipe.config makes no {self.model_type}: {why}") from error
         self.check_type(config)
         return config
 
@@ -201,15 +208,58 @@ class CausalLM(TextRecipe):
         """Return the model with the loss inside of forward.
 
         Raises:
-            UserError: several texts share a sample, and the model cannot tell them apart.
+            UserError: the options make no model that runs, or it sees what it must not see.
         """
-        network, tokens = super().new_model(datasets), datasets.tokens
-        if tokens.packing:
-            _check_packing(network)
-        else:
+        packing = datasets.tokens.packing
+        try:
+            network = super().new_model(datasets)
+            if packing or self.kind != self.name:  # a preset's model is known
+                self._try_out(network, packing)
+        except Exception as error:  # of each model's own
+            if isinstance(error, UserError) or is_out_of_memory(error) or self.kind == self.name:
+                raise
+            raise UserError(f"this config makes no {self.kind} that runs ({described(error)})") from error
+        return self.with_loss(network, datasets, datasets.vocabulary)
+
+    def with_loss(self, network: Any, datasets: TextDatasets, vocabulary: int | None = None) -> LanguageModel:
+        """Return transformers' model with the loss inside of forward; ``vocabulary`` see ``LanguageModel``."""
+        tokens = datasets.tokens
+        if not tokens.packing:
             use_causal_kernels(network, self.tokens_per_sample)
         padded = bool(tokens.samples) and not tokens.packing
-        return LanguageModel(network, self.name, self.chunked_loss is True, datasets.vocabulary, padded)
+        return LanguageModel(network, self.name, self.chunked_loss is True, vocabulary, padded)
+
+    def _try_out(self, network: Any, packing: bool) -> None:
+        """Run a model once over four tokens, and raise UserError where one sees what it must not see.
+
+        That is a later token, as of encoders, and with ``packing`` the text before its own. Both are tried, as no
+        property of transformers' classes tells them. On the meta device nothing is.
+        """
+        if network.device.type == "meta":
+            return
+        rows = torch.arange(4).repeat(3, 1) % network.config.vocab_size
+        rows[1, 3] -= 3  # another end
+        rows[2, :2] += 2  # another text before the last two
+        takes = "position_ids" in inspect.signature(network.base_model.forward).parameters
+        borders = {"position_ids": torch.tensor([[0, 1, 0, 1]]).expand(3, -1)} if packing and takes else {}
+        balance = {"output_router_logits": True} if balance_of(network) else {}
+        mode = network.training
+        with torch.no_grad():
+            output = network.eval()(input_ids=rows, use_cache=False, **borders, **balance)
+        network.train(mode)
+        one, other_end, other_start = output.logits
+        if balance and output.aux_loss is None:
+            problem = f"{type(network).__name__} computes no loss of unequal experts in this transformers"
+            raise UserError(problem, "recipe.config.router_aux_loss_coef=0")
+        least = 1e-4 * one.abs().max()
+        if (one - other_end)[:3].abs().max() > least:
+            remedies = [f"recipe={self.kind}"] * (self.kind in RECIPES)
+            raise UserError(
+                f"a model of type {self.kind} sees later tokens, and cannot learn to predict them", *remedies
+            )
+        if packing and (one - other_start)[2:].abs().max() > least:
+            why = "sees the text before" if takes else "takes no positions, by which it would tell the texts apart"
+            raise UserError(f"data.packing=true: {type(network).__name__} {why}", "data.packing=false")
 
     def needs_logits(self, datasets: TextDatasets) -> str:
         """Return why the loss cannot be computed in chunks; empty: it can."""
@@ -250,6 +300,11 @@ class CausalLM(TextRecipe):
         """Report the loss in nats per token, and its exponential."""
         return {"loss": loss, "perplexity": math.inf if loss > 700 else math.exp(loss)}
 
+    def fp32_modules(self, model: Any) -> list[str]:
+        """Return the routers of a mixture of experts: between two close experts 16 bits would choose another one."""
+        inside = next(name for name, module in model.named_modules() if module is model.network)
+        return [f"{inside}.{name}" for name in routers(model.network)]
+
     def summary_fields(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
         """Return the size, the type and the blocks, and why the loss takes all logits where it does."""
         blocks: Any = self.blocks(model)
@@ -283,15 +338,3 @@ class CausalLM(TextRecipe):
         cut = f" ({len(written)} of {length} tokens in {_SAMPLE_S:g} s)" * (len(written) < length)
         text = f"‹{tokenizer.decode(start.tolist())}›{tokenizer.decode(written)}"
         return f"sample{cut}  {' '.join(text.split())}"
-
-
-def _check_packing(network: Any) -> None:
-    """Raise UserError where a model would see through the borders between the texts of a sample."""
-    kinds = getattr(network.config, "layer_types", None) or []
-    if network._is_stateful or not all(kind.endswith("attention") and "linear" not in kind for kind in kinds):
-        why = "has layers whose state goes on from one text to the next"
-    elif "position_ids" not in inspect.signature(network.base_model.forward).parameters:
-        why = "takes no positions, by which it would tell the texts of a sample apart"
-    else:
-        return
-    raise UserError(f"data.packing=true: {type(network).__name__} {why}", "data.packing=false")
