@@ -20,7 +20,7 @@ from trainer.config.options import parse
 from trainer.errors import RunError, UserError
 from trainer.terminal import on_error_stream
 
-CAUSAL = ("gpt2", "llama")
+CAUSAL = ("gpt2", "llama", "causal_lm")
 """Recipes whose models continue a text; t5 answers it."""
 
 
@@ -35,8 +35,10 @@ def generate(arguments: list[str]) -> int:
 def generation(exported: Exported, options: GenerateOptions, overrides: Sequence[str]) -> list[str]:
     """Print ``n`` texts, word by word, and return them; of a causal model they begin with the prompt.
 
+    With ``chat`` the prompt is a user's message, and the texts are the answers.
+
     Raises:
-        UserError: the model generates no text, or the options do not suit it.
+        UserError: the tokenizer has no chat template, the model generates no text, or the options do not suit it.
         RunError: the model's outputs are not finite.
     """
     from transformers import AutoTokenizer
@@ -54,7 +56,15 @@ def generation(exported: Exported, options: GenerateOptions, overrides: Sequence
     # An error of ours names the characters that the text lacks. Transformers adds the end of T5's input; if verbose, it
     # would warn of a long prompt, which is cropped here.
     encoded = own.encode if isinstance(own, Characters) else partial(tokenizer.encode, verbose=False)
-    tokens = encoded(options.prompt)
+    prompt = options.prompt
+    if options.chat:
+        if not (causal and tokenizer.chat_template):
+            raise UserError(f"chat=true: the tokenizer of run={exported.given} has no chat template", "chat=false")
+        message = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        encoded = partial(tokenizer.encode, verbose=False, add_special_tokens=False)  # the template has them
+    continued = causal and not options.chat
+    tokens = encoded(prompt)
     if not tokens:
         raise UserError(f"prompt={options.prompt!r} has no token for the model's tokenizer; give another")
     exported.check_tokens("prompt=", 1 + max(tokens))
@@ -71,12 +81,12 @@ def generation(exported: Exported, options: GenerateOptions, overrides: Sequence
     for number in range(1, options.n + 1):
         if options.n > 1:
             print(f"--- {number} of {options.n}")
-        if causal:
+        if continued:
             print(options.prompt, end="", flush=True)
         with run.config.precision.autocast(device):
             count, text = _write(network, tokenizer, ids.to(device), options)
         written += count
-        texts.append(options.prompt * causal + text)
+        texts.append(options.prompt * continued + text)
     seconds = time.perf_counter() - started
     print(f"{written / seconds:.1f} tokens/s ({written} in {seconds:.1f} s)", file=sys.stderr)
     return texts
@@ -119,7 +129,7 @@ def _write(network: Any, tokenizer: Any, ids: Tensor, options: GenerateOptions) 
 
     shown, written, ended = Shown(tokenizer, skip_prompt=True), 0, False
     decodes = network.config.is_encoder_decoder  # a T5, whose positions are relative
-    context = None if decodes else network.config.max_position_embeddings
+    context = None if decodes else getattr(network.config, "max_position_embeddings", None)
     stop = network.generation_config.eos_token_id
     known_ids = min(network.config.vocab_size, 1 + max(tokenizer.get_vocab().values()))  # its rows may be padded
     drawn: dict[str, Any] = {"do_sample": options.temperature > 0}

@@ -6,15 +6,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from recipes.causal_lm import CausalLM
 from recipes.data.text.pretrained import open_tokenizer, opening
 from recipes.data.text.tokenizers import Tokenizer
+from recipes.data.text.tokens import TextDatasets
 from recipes.huggingface import RECIPES, WITH_WEIGHTS, load_whole
-from recipes.language import LanguageModel
 from trainer.checkpoint.reader import fill
 from trainer.checkpoint.schema import steps
 from trainer.config.commands import resume_command
@@ -66,7 +66,7 @@ class Exported:
             return model.eval()
         network = self.network(getattr(recipe, "attention", "sdpa"))
         if isinstance(recipe, CausalLM):  # the vocabulary has no padding here
-            return LanguageModel(network, recipe.name, recipe.chunked_loss is True).eval()
+            return recipe.with_loss(network, cast(TextDatasets, datasets)).eval()
         return network
 
     def network(self, attention: str = "sdpa") -> Any:
@@ -84,7 +84,7 @@ class Exported:
         wanted, key = f"give a folder {WITH_WEIGHTS}", f"run={self.given}: {self.folder}"
         failure = "cannot be opened by transformers"
         with work("loading the model"), opening(str(self.folder), key, failure, wanted) as place:
-            kind = getattr(transformers, cls.model_class)
+            kind = getattr(transformers, getattr(cls, "model_class", self.config["architectures"][0]))
             model, missing = load_whole(kind, key, place, attn_implementation=attention)
         if missing:
             raise UserError(
@@ -122,9 +122,12 @@ def open_exported(given: str, path: Path) -> Exported:
         )
     classifier = "arch" in config and "classes" in config
     name = str(config.get("recipe", "resnet" if classifier else config.get("model_type")))
-    if any(kind.endswith("ForSequenceClassification") for kind in config.get("architectures") or ()):
-        name = "text_classifier"
-    known = list(groups()["recipe"]) if "recipe" in config else [*RECIPES, "text_classifier", *["resnet"] * classifier]
+    recipes = groups()["recipe"]
+    known = list(recipes) if "recipe" in config else [*RECIPES, *["resnet"] * classifier]
+    made = next(iter(config.get("architectures") or []), "")  # transformers' class
+    for end, other in (("ForSequenceClassification", "text_classifier"), ("ForCausalLM", "causal_lm")):
+        if made.endswith(end) and other in recipes and (name not in known or other == "text_classifier"):
+            return Exported(given, path, config, None, other)
     if name not in known:  # such as transformers' own ResNet, or timm's folders
         kind = (config.get("architectures") or [config.get("architecture", f"a model of type {name}")])[0]
         raise UserError(f"run={given}: config.json is of {kind:.60}, which is not read here; give a run or its best/")

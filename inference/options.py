@@ -72,9 +72,10 @@ class EvaluateOptions(RunOptions):
 class GenerateOptions(RunOptions):
     """Options of scripts/generate.py."""
 
-    recipes = ("gpt2", "llama", "t5")
+    recipes = ("gpt2", "llama", "causal_lm", "t5")
 
     prompt: str = ""
+    chat: bool = False
     n: int = 1
     temperature: float = 1.0
     top_k: int = 50

@@ -66,7 +66,7 @@ class RunConfig:
         config, device = self.config, self.hardware.device
         config.set_up()
         config.use_kernels(self.hardware, convolves(model))
-        config.precision.convert(model.to(device), device, config.recipe.blocks)
+        config.precision.convert(model.to(device), device, config.recipe.blocks, config.recipe.fp32_modules)
         return model
 
 
@@ -103,6 +103,12 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
         )
     else:
         recorded = _of_folder(exported)
+    if exported.recipe in ("causal_lm", "text_classifier") and not (
+        recorded.get("recipe.model_type") or recorded.get("recipe.pretrained")
+    ):
+        recorded |= {"recipe.model_type": exported.config["model_type"], "recipe.config": {}}
+        if exported.positions is not None:
+            recorded["recipe.config"] = {"max_position_embeddings": exported.positions}
     sizes = [override.partition("=")[2] for override in overrides if key_of(override) == MICRO]
     micro_batch_size = sizes[-1] if sizes else recorded.get(MICRO, "auto")
     # Training's batch need not be a multiple of the microbatch.
@@ -125,8 +131,6 @@ def _of_run(exported: Exported, other_data: bool, with_data: bool, split: str) -
         for key, value in exported.run.config().items()
         if key.partition(".")[0] in {*GROUPS, *KEYS} - left_out and key not in dropped
     }
-    if recorded.get("recipe.model_type", "") is None:
-        recorded["recipe.pretrained"] = str(exported.folder)  # in the place of what it was fine-tuned from
     if other_data and "image_size" in exported.config:
         recorded["recipe.image_size"] = exported.config["image_size"]
     return recorded
@@ -140,7 +144,7 @@ def _of_folder(exported: Exported) -> dict[str, Any]:
         options = config["options"]
     elif is_images:
         options = {"arch": config["arch"], "image_size": config["image_size"]}
-    elif exported.recipe in ("causal_lm", "text_classifier"):
+    elif exported.recipe == "text_classifier":
         options = {"pretrained": str(exported.folder)}
     elif exported.positions is not None:
         options = {"context": min(exported.positions, _LONGEST)}

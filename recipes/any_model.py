@@ -10,7 +10,7 @@ from torch import nn
 
 from mantissa.errors import nearest
 from recipes.huggingface import RECIPES, TextRecipe, check_context
-from trainer.errors import UserError, first_line
+from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.recipe import Decision
 
@@ -52,7 +52,11 @@ class AnyModel(TextRecipe):
                 "recipe.model_type to the type of a new one, and its size by recipe.config.…"
             )
         decisions, positions, network = [], self._positions(), self.network_class()
-        check_context(self.context, positions)
+        if self.pretrained:
+            check_context(self.context, positions)
+        elif positions and isinstance(self.context, int) and self.context > positions:
+            problem = f"recipe.context={self.context} is longer than the model's {positions}"
+            raise UserError(problem, f"recipe.config.max_position_embeddings={self.context}")
         if self.attention == "auto":
             kind, lacks = ("sdpa", "has") if network._supports_sdpa else ("eager", "has no sdpa, but")
             decisions.append(Decision("recipe.attention", kind, f"which {network.__name__} {lacks}"))
@@ -95,8 +99,8 @@ class AnyModel(TextRecipe):
 
     def _positions(self) -> int | None:
         config = self.model_config()
-        positions: int | None = getattr(config, "max_position_embeddings", None)
-        return positions
+        positions = getattr(config, "max_position_embeddings", None)
+        return positions if positions and positions > 0 else None  # such as XLNet's -1
 
     def model_config(self) -> Any:
         """Return transformers' config of the pretrained model, or of a new one of any vocabulary."""
@@ -133,7 +137,8 @@ class AnyModel(TextRecipe):
         try:
             config = cls(**(more | options))
         except Exception as error:  # of checks that are each class's own
-            raise UserError(f"recipe.config makes no {self.model_type}: {first_line(error)}") from error
+            why = " ".join(str(error).split())[:300]
+            raise UserError(f"recipe.config makes no {self.model_type}: {why}") from error
         self.check_type(config)
         return config
 

@@ -13,20 +13,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mantissa.errors import described
 from recipes.any_model import AnyModel
 from recipes.data.text.tokenizers import Tokenizer
 from recipes.data.text.tokens import TextDatasets
-from recipes.huggingface import generated
+from recipes.huggingface import RECIPES, generated
 from recipes.language import (
     NO_TARGET,
     LanguageModel,
     TokenWindows,
+    balance_of,
     needs_logits,
+    routers,
     torch_can_chunk,
     use_causal_kernels,
 )
 from trainer.data.contract import Batch, Dataset
-from trainer.errors import UserError, check_number
+from trainer.errors import UserError, check_number, is_out_of_memory
 from trainer.hardware import threads
 from trainer.recipe import Context, Decision, LossOutput, Sizes
 
@@ -91,8 +94,7 @@ class CausalLM(AnyModel):
     def unfit(self, config: Any) -> str:
         if config.is_encoder_decoder:
             return "encodes one text and decodes another"
-        continues = config.model_type in self.classes() and getattr(config, "is_decoder", True)
-        return "" if continues else "does not continue a text"
+        return "" if config.model_type in self.classes() else "does not continue a text"
 
     def new_config(self, cls: Any, vocabulary: int, datasets: TextDatasets) -> Any:
         """Return the config; of special tokens it has those of the tokenizer: others may lie beyond the vocabulary."""
@@ -105,15 +107,58 @@ class CausalLM(AnyModel):
         """Return the model with the loss inside of forward.
 
         Raises:
-            UserError: several texts share a sample, and the model cannot tell them apart.
+            UserError: the options make no model that runs, or it sees what it must not see.
         """
-        network, tokens = super().new_model(datasets), datasets.tokens
-        if tokens.packing:
-            _check_packing(network)
-        else:
+        packing = datasets.tokens.packing
+        try:
+            network = super().new_model(datasets)
+            if packing or self.kind != self.name:  # a preset's model is known
+                self._try_out(network, packing)
+        except Exception as error:  # of each model's own
+            if isinstance(error, UserError) or is_out_of_memory(error) or self.kind == self.name:
+                raise
+            raise UserError(f"this config makes no {self.kind} that runs ({described(error)})") from error
+        return self.with_loss(network, datasets, datasets.vocabulary)
+
+    def with_loss(self, network: Any, datasets: TextDatasets, vocabulary: int | None = None) -> LanguageModel:
+        """Return transformers' model with the loss inside of forward; ``vocabulary`` see ``LanguageModel``."""
+        tokens = datasets.tokens
+        if not tokens.packing:
             use_causal_kernels(network, self.tokens_per_sample)
         padded = bool(tokens.samples) and not tokens.packing
-        return LanguageModel(network, self.name, self.chunked_loss is True, datasets.vocabulary, padded)
+        return LanguageModel(network, self.name, self.chunked_loss is True, vocabulary, padded)
+
+    def _try_out(self, network: Any, packing: bool) -> None:
+        """Run a model once over four tokens, and raise UserError where one sees what it must not see.
+
+        That is a later token, as of encoders, and with ``packing`` the text before its own. Both are tried, as no
+        property of transformers' classes tells them. On the meta device nothing is.
+        """
+        if network.device.type == "meta":
+            return
+        rows = torch.arange(4).repeat(3, 1) % network.config.vocab_size
+        rows[1, 3] -= 3  # another end
+        rows[2, :2] += 2  # another text before the last two
+        takes = "position_ids" in inspect.signature(network.base_model.forward).parameters
+        borders = {"position_ids": torch.tensor([[0, 1, 0, 1]]).expand(3, -1)} if packing and takes else {}
+        balance = {"output_router_logits": True} if balance_of(network) else {}
+        mode = network.training
+        with torch.no_grad():
+            output = network.eval()(input_ids=rows, use_cache=False, **borders, **balance)
+        network.train(mode)
+        one, other_end, other_start = output.logits
+        if balance and output.aux_loss is None:
+            problem = f"{type(network).__name__} computes no loss of unequal experts in this transformers"
+            raise UserError(problem, "recipe.config.router_aux_loss_coef=0")
+        least = 1e-4 * one.abs().max()
+        if (one - other_end)[:3].abs().max() > least:
+            remedies = [f"recipe={self.kind}"] * (self.kind in RECIPES)
+            raise UserError(
+                f"a model of type {self.kind} sees later tokens, and cannot learn to predict them", *remedies
+            )
+        if packing and (one - other_start)[2:].abs().max() > least:
+            why = "sees the text before" if takes else "takes no positions, by which it would tell the texts apart"
+            raise UserError(f"data.packing=true: {type(network).__name__} {why}", "data.packing=false")
 
     def needs_logits(self, datasets: TextDatasets) -> str:
         """Return why the loss cannot be computed in chunks; empty: it can."""
@@ -141,6 +186,11 @@ class CausalLM(AnyModel):
         """Report the loss in nats per token, and its exponential."""
         return {"loss": loss, "perplexity": math.inf if loss > 700 else math.exp(loss)}
 
+    def fp32_modules(self, model: Any) -> list[str]:
+        """Return the routers of a mixture of experts: between two close experts 16 bits would choose another one."""
+        inside = next(name for name, module in model.named_modules() if module is model.network)
+        return [f"{inside}.{name}" for name in routers(model.network)]
+
     def exported(self, folder: Path) -> dict[str, Tensor]:
         """Return the weights that ``export`` wrote, by their names in the model."""
         return {f"{self.name}.{name}": tensor for name, tensor in super().exported(folder).items()}
@@ -167,15 +217,3 @@ class CausalLM(AnyModel):
         cut = f" ({len(written)} of {length} tokens in {_SAMPLE_S:g} s)" * (len(written) < length)
         text = f"‹{tokenizer.decode(start.tolist())}›{tokenizer.decode(written)}"
         return f"sample{cut}  {' '.join(text.split())}"
-
-
-def _check_packing(network: Any) -> None:
-    """Raise UserError where a model would see through the borders between the texts of a sample."""
-    kinds = getattr(network.config, "layer_types", None) or []
-    if network._is_stateful or not all(kind.endswith("attention") and "linear" not in kind for kind in kinds):
-        why = "has layers whose state goes on from one text to the next"
-    elif "position_ids" not in inspect.signature(network.base_model.forward).parameters:
-        why = "takes no positions, by which it would tell the texts of a sample apart"
-    else:
-        return
-    raise UserError(f"data.packing=true: {type(network).__name__} {why}", "data.packing=false")

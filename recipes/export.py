@@ -39,12 +39,13 @@ def save_model(model: Any, folder: Path, vocabulary: int, eos: int | None = None
     exported.tie_weights()
     if model.can_generate():
         exported.generation_config = copy.deepcopy(model.generation_config)
-        if eos is not None and config.eos_token_id is None:
+        if eos is not None and getattr(config, "eos_token_id", None) is None:
             exported.config.eos_token_id = exported.generation_config.eos_token_id = eos
             exported.generation_config.pad_token_id = eos
     exported.save_pretrained(folder)
 
 
 def token_tables(network: Any) -> set[int]:
-    """Return Python's ids of the weights of a transformers' model that have a row for each token id."""
-    return {id(layer.weight) for layer in (network.get_input_embeddings(), network.get_output_embeddings()) if layer}
+    """Return Python's ids of the weights of a transformers' model that have a row for each token id, and of biases."""
+    layers = filter(None, (network.get_input_embeddings(), network.get_output_embeddings()))
+    return {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}

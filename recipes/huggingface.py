@@ -24,7 +24,7 @@ from recipes.data.text.pretrained import opening
 from recipes.data.text.tokenizers import OWN_BPE, Tokenizer
 from recipes.data.text.tokens import TextDatasets, TextSource, TokenData
 from recipes.export import save_model, token_tables
-from recipes.lora import LoRA, with_adapters
+from recipes.lora import ALL, LoRA, with_adapters
 from trainer.checkpoint.reader import check_numbers, nonfinite, not_finite
 from trainer.checkpoint.weights import defect, open_file
 from trainer.data.contract import Dataset
@@ -132,7 +132,8 @@ class TransformersRecipe(Recipe):
         model.resize_token_embeddings(vocabulary, mean_resizing=False)
         with torch.no_grad():
             for layer in filter(None, (model.get_input_embeddings(), model.get_output_embeddings())):
-                layer.weight[known:] = layer.weight[:known].mean(0)
+                for table in layer.parameters(recurse=False):
+                    table[known:] = table[:known].mean(0)
         return model
 
     def _opening(self) -> AbstractContextManager[dict[str, Any]]:
@@ -170,7 +171,7 @@ class TransformersRecipe(Recipe):
             rows = weights[name]  # exported without padding, or those of a checkpoint with any padding
             if len(rows) == vocabulary or (not about and len(rows) > vocabulary):
                 known = rows[:vocabulary]  # of the rest the mean of these, see ``open_pretrained``
-                weights[name] = torch.cat([known, known.mean(0).expand(len(parameter) - vocabulary, -1)])
+                weights[name] = torch.cat([known, known.mean(0).expand(len(parameter) - vocabulary, *known.shape[1:])])
         return with_adapters(weights, model), []
 
     def export(self, model: Any, datasets: TextDatasets, folder: Path) -> None:
@@ -301,7 +302,8 @@ class TextRecipe(TransformersRecipe):
         resolved = self.with_options(decisions)
         if self.lora.rank and self.lora.target == "auto":
             target = self.lora.targets(self.kind)
-            decisions.append(Decision("recipe.lora.target", target, f"peft's choice for {self.kind}"))
+            why = "all linear layers but the output" if target == [ALL] else f"peft's choice for {self.kind}"
+            decisions.append(Decision("recipe.lora.target", target, why))
             resolved = replace(resolved, lora=replace(self.lora, target=target))
         return resolved, decisions
 
@@ -349,9 +351,9 @@ class SizedRecipe(TextRecipe):
 
     def check_type(self, config: Any) -> None:
         if (other := config.model_type) != self.name:
-            known = "" if other in RECIPES else f", and recipes open {', '.join(RECIPES)}"
-            problem = f"init_from={self.pretrained} is of type {other}, not {self.name}{known}"
-            raise UserError(problem, *[f"recipe={other}"] * (not known))
+            recipe = other if other in RECIPES else "causal_lm"
+            problem = f"init_from={self.pretrained} is of type {other}, not {self.name}"
+            raise UserError(f"{problem}; recipe=causal_lm opens any type that continues a text", f"recipe={recipe}")
 
     @property
     def kind(self) -> str:

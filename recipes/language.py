@@ -98,7 +98,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.vocabulary, self.padded = vocabulary, padded
         self.has_loss_head = not _changes_logits(network)
-        self.balance = _balance(network)
+        self.balance = balance_of(network)
         """Factor of the loss of experts that have unequal loads; 0: there are none, or it is not wanted."""
         if self.has_loss_head:
             network.set_output_embeddings(LossHead(network.get_output_embeddings().weight, chunked, vocabulary))
@@ -135,17 +135,22 @@ class LanguageModel(nn.Module):
 
 def needs_logits(network: Any) -> str:
     """Return why the loss of one of transformers' models is computed from all of its logits; empty: it need not be."""
-    if _balance(network):
+    if balance_of(network):
         return "the balance of its experts, which takes a pass through the whole model, is part of the loss"
-    return "its logits are not its output layer's alone, such as capped, scaled or with a bias" * _changes_logits(
-        network
-    )
+    return "its logits are capped, scaled, or more than a product with the output layer" * _changes_logits(network)
 
 
-def _balance(network: Any) -> float:
+def balance_of(network: Any) -> float:
     """Return transformers' factor of the loss of unequal experts; 0: the model has none."""
     takes = "output_router_logits" in inspect.signature(network.forward).parameters
     return float(getattr(network.config, "router_aux_loss_coef", None) or 0) if takes else 0.0
+
+
+class _Outputs(tuple[Tensor, ...]):
+    """What a base model returns that has hidden states, and None for everything else, whatever its name."""
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
 
 
 def _changes_logits(network: Any) -> bool:
@@ -154,16 +159,12 @@ def _changes_logits(network: Any) -> bool:
     The model's own forward tells: it runs over two made-up states, which have to reach the layer as they are, and what
     that returns has to come out. Works on the meta device, too, and draws no random numbers.
     """
-    from transformers.modeling_outputs import MoeModelOutputWithPast
-
     head, base = network.get_output_embeddings(), network.base_model
     if type(head) is not nn.Linear or head.bias is not None or base is network:
         return True
     states, passed = head.weight.new_zeros(1, 2, head.in_features), []
     hook = head.register_forward_hook(lambda _, inputs, output: passed.extend((*inputs, output)))
-    made_up = MoeModelOutputWithPast(last_hidden_state=states)
-    made_up.cross_attentions = None  # of the classes of outputs none has all
-    base.forward = lambda *_, **__: made_up
+    base.forward = lambda *_, **__: _Outputs((states,))
     try:
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=states.device)
         logits = network(input_ids=tokens, use_cache=False).logits
@@ -173,6 +174,19 @@ def _changes_logits(network: Any) -> bool:
     # All of the states, perhaps sliced.
     whole = len(passed) == 2 and passed[0].shape == states.shape
     return not whole or all(states is not given for given in (passed[0], passed[0]._base)) or logits is not passed[1]
+
+
+def routers(network: Any) -> list[str]:
+    """Return the names of the routers of a mixture of experts.
+
+    They are what transformers records the router's logits of; where that is more than a router (attention, all
+    experts), it is left out.
+    """
+    recorded = (network.base_model._can_record_outputs or {}).get("router_logits", [])
+    several = recorded if isinstance(recorded, list) else [recorded]
+    kinds: tuple[Any, ...] = tuple(getattr(one, "target_class", one) for one in several)
+    found: list[tuple[str, nn.Module]] = [one for one in network.named_modules() if isinstance(one[1], kinds)]
+    return [name for name, module in found if not any(list(part.children()) for part in module.children())]
 
 
 def use_causal_kernels(network: Any, context: int) -> None:

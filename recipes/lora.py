@@ -8,10 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from recipes.language import routers
 from trainer.errors import UserError, check_number, check_range, nearest
 
 ADAPTER = "default"
 """peft's name of the only adapter."""
+ALL = "all-linear"
+"""peft's word for all linear layers but the output."""
 
 
 @dataclass
@@ -26,7 +29,7 @@ class LoRA:
     """Dropout probability of an adapter's inputs."""
     target: Any = "auto"
     """Linear layers to adapt, by name or end of name: [c_attn, c_proj]; auto: peft's choice, attention's input
-    layers."""
+    layers, or where it has none for the model, all-linear: all linear layers but the output."""
 
     def __post_init__(self) -> None:
         check_number("recipe.lora.rank", self.rank, 0)
@@ -45,7 +48,7 @@ class LoRA:
             return list(self.target)
         from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as AUTO
 
-        return list(AUTO[kind])
+        return list(AUTO.get(kind, [ALL]))
 
     def inject(self, network: Any) -> None:
         """Add the adapters to a model of transformers, in place; nothing but them is trainable.
@@ -56,17 +59,19 @@ class LoRA:
         if not self.rank:
             return
         from peft import LoraConfig
+        from transformers.pytorch_utils import Conv1D
 
-        kind = network.config.model_type
-        targets = self.targets(kind)
-        _check_targets(network, targets)
+        targets = self.targets(network.config.model_type)
+        if targets != [ALL]:
+            _check_targets(network, targets)
         config = LoraConfig(
-            task_type={"bert": None, "t5": "SEQ_2_SEQ_LM"}.get(kind, "CAUSAL_LM"),
+            task_type=_task_of(network),
             r=self.rank,
             lora_alpha=self.alpha,
             lora_dropout=self.dropout,
-            target_modules=targets,
-            fan_in_fan_out=kind == "gpt2",  # whose linear layers are transposed
+            target_modules=ALL if targets == [ALL] else targets,
+            exclude_modules=routers(network) if targets == [ALL] else None,
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in network.modules()),  # it is transposed
         )
         network.add_adapter(config)
 
@@ -105,10 +110,20 @@ def with_adapters(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Ten
     return renamed | {name: tensor for name, tensor in state.items() if ".lora_" in name}
 
 
-def _check_targets(network: nn.Module, targets: list[str]) -> None:
+def _task_of(network: Any) -> str | None:
+    """Return peft's name of what a model is for; None: it has none."""
+    if type(network).__name__.endswith("ForSequenceClassification"):
+        return "SEQ_CLS"
+    if not network.can_generate():
+        return None
+    return "SEQ_2_SEQ_LM" if network.config.is_encoder_decoder else "CAUSAL_LM"
+
+
+def _check_targets(network: Any, targets: list[str]) -> None:
     from transformers.pytorch_utils import Conv1D
 
-    modules = {name: module for name, module in network.named_modules() if name and not name.startswith("lm_head")}
+    output = network.get_output_embeddings()
+    modules = {name: module for name, module in network.named_modules() if name and module is not output}
     linear = {name for name, module in modules.items() if isinstance(module, (nn.Linear, Conv1D))}
     endings = sorted({name.rpartition(".")[2] for name in linear})
     for target in targets:

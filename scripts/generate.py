@@ -1,8 +1,9 @@
 """Generate text: python scripts/generate.py run=outputs/gpt2-bf16-s0 prompt="def "
 
   run=…               folder of a run, its best/, mlflow:RUN_ID, or a folder that save_pretrained wrote
-                      (gpt2, llama, t5; run= may be left out)
+                      (gpt2, llama, causal_lm, t5; run= may be left out)
   prompt=…            the text to continue; for t5, a text with gaps: "The <extra_id_0> fox"
+  chat=false          true: the prompt is a user's message, for the tokenizer's chat template
   n=1                 number of texts
   temperature=1       below 1, likely tokens become likelier; 0 always takes the likeliest
   top_k=50            sample from this many of the likeliest tokens

@@ -271,6 +271,10 @@ class Recipe:
         """
         return []
 
+    def fp32_modules(self, model: Any) -> list[str]:
+        """Return the names of submodules that compute in fp32 in every 16-bit format, as ``precision.fp32_modules``."""
+        return []
+
     def count_targets(self, batch: Batch) -> int:
         """Return the number of valid targets of a CPU microbatch: what the loss is averaged over."""
         raise NotImplementedError

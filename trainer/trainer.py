@@ -106,7 +106,9 @@ class Trainer:
         """Names of the parameters that are not trained."""
         # The model is rebuilt in place: formats of its layers, recomputation, torch.compile, DDP or FSDP. The order
         # counts: what is recomputed is compiled with it, and what is compiled is sharded.
-        self.fp32_modules = config.precision.convert(self.model, self.device, self.recipe.blocks)
+        self.fp32_modules = config.precision.convert(
+            self.model, self.device, self.recipe.blocks, self.recipe.fp32_modules
+        )
         blocks = self.recipe.blocks(self.model)
         config.activation_checkpointing.apply(blocks)
         mixed = bool(self.fp32_modules or config.precision.fp32_ops)
@@ -283,7 +285,7 @@ class Trainer:
     def build_model(self) -> nn.Module:
         """Build another model in the precision of this one, on the host."""
         model = self.recipe.build_model(self.datasets)
-        self.config.precision.convert(model, self.device, self.recipe.blocks)
+        self.config.precision.convert(model, self.device, self.recipe.blocks, self.recipe.fp32_modules)
         return model
 
     def batches(self) -> Generator[list[Batch], None, None]:

@@ -160,7 +160,9 @@ def _of_run(source: InitFrom, given: str, composed: DictConfig, typed: Collectio
         now = OmegaConf.select(composed, key)
         if before == now:
             continue
-        if key not in typed:
+        if not any(option == key or option.startswith(f"{key}.") for option in typed):
+            taken[key] = before
+        elif isinstance(before, dict) and now.items() <= before.items():  # of options under names, some are repeated
             taken[key] = before
         elif key.removeprefix("recipe.") in cls.architecture and now != "auto":
             raise _contradicted(key, now, given, before)

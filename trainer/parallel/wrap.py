@@ -293,6 +293,12 @@ class FSDP(SeveralProcesses):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+        if precision.format.half_weights and len({parameter.dtype for parameter in model.parameters()}) > 1:
+            raise UserError(
+                f"precision={precision.mode}: parallel=fsdp gathers weights of one dtype, and some stay in fp32 here",
+                "precision=bf16",
+                "parallel=ddp",
+            )
         # FSDP2 cannot shard weights in channels_last; a convolution also takes that layout from its input.
         model.to(memory_format=torch.contiguous_format)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -186,12 +186,17 @@ class Precision:
         return self.format.half
 
     def convert(
-        self, model: nn.Module, device: torch.device, blocks_of: Callable[[Any], list[nn.Module]] = lambda model: []
+        self,
+        model: nn.Module,
+        device: torch.device,
+        blocks_of: Callable[[Any], list[nn.Module]] = lambda model: [],
+        fp32_of: Callable[[Any], list[str]] = lambda model: [],
     ) -> list[str]:
         """Convert the model's weights to the dtype of this mode; return the names of the submodules that stay in fp32.
 
         In a scaled format the weights stay fp32, and linear layers in its repeated blocks are changed (in all of it
-        where ``blocks_of``, the recipe's ``blocks``, returns none).
+        where ``blocks_of``, the recipe's ``blocks``, returns none). Beside ``fp32_modules`` those of ``fp32_of``, the
+        recipe's, stay in fp32.
 
         With 16-bit weights, the inputs and buffers of the model are 16-bit too, except two kinds of buffers: running
         statistics of normalisation, whose small updates would be lost in 16 bits, and buffers that are not saved with
@@ -201,7 +206,7 @@ class Precision:
             UserError: see ``keep_fp32`` and ``scaled.convert``; or such a submodule shares a weight with one in 16
                 bits; or no weight is left for 16 bits.
         """
-        kept = self.keep_fp32(model, device)
+        kept = self.keep_fp32(model, device, fp32_of(model) if self.half is not None else ())
         if (number := self.format.number).scaled:
             native = detect(str(device)).support(self.mode) == NATIVE
             product = scaled.ARITHMETIC[number].product(str(self.fp8_scaling), native)
@@ -242,8 +247,8 @@ class Precision:
         cast_inputs(model, dtype)
         return kept
 
-    def keep_fp32(self, model: nn.Module, device: torch.device) -> list[str]:
-        """Make the submodules that match ``fp32_modules`` compute in fp32; return their names.
+    def keep_fp32(self, model: nn.Module, device: torch.device, more: Iterable[str] = ()) -> list[str]:
+        """Make the submodules that match ``fp32_modules``, and ``more``, compute in fp32; return their names.
 
         Their floating-point inputs are cast to fp32 and their forward runs with autocast off. In a model of 16-bit
         weights their results are cast back to that dtype, except scalars, such as a loss.
@@ -254,7 +259,7 @@ class Precision:
         names = [name for name, _ in model.named_modules() if name]
         option = "precision.fp32_modules"
         found = [matching(option, pattern, names, "submodule") for pattern in self.fp32_modules]
-        kept = set[str]().union(*found)
+        kept = set(more).union(*found)
         try:
             keep_fp32(model, kept, device.type, self.format.half_weights)
         except FormatError as error:

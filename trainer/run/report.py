@@ -14,7 +14,7 @@ import torch
 from rich.text import Text
 
 import mantissa
-from mantissa.display import about, counted, duration, quantity, size
+from mantissa.display import about, counted, duration, quantity, shortened, size
 from mantissa.formats import FP32
 from mantissa.names import format_name as format_name_of
 from trainer.checkpoint import store as checkpoint
@@ -153,7 +153,7 @@ def _precision(trainer: Trainer, effective: dict[str, Any]) -> Text:
         scaling = f" ({precision.fp8_scaling})" if precision.fp8_scaling else ""
         parts.append(f"{format_name}{scaling}: {counted(len(layers), 'linear layer')}")
     if trainer.fp32_modules:
-        parts.append(f"fp32: {', '.join(trainer.fp32_modules)}")
+        parts.append(f"fp32: {shortened(trainer.fp32_modules, 4)}")
     if precision.fp32_ops:
         parts.append(f"operators in fp32: {', '.join(precision.fp32_ops)}")
     text = Text(" · ".join(parts))
