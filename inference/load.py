@@ -65,7 +65,8 @@ class Exported:
             return model.eval()
         network = self.network(getattr(recipe, "attention", "sdpa"))
         if isinstance(recipe, LanguageRecipe):  # the vocabulary has no padding here
-            return LanguageModel(network, recipe.name, recipe.chunked_loss is True).eval()
+            packed = datasets.tokens.packing  # type: ignore[attr-defined]
+            return LanguageModel(network, recipe.name, recipe.chunked_loss is True, packed=packed).eval()
         return network
 
     def network(self, attention: str = "sdpa") -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,19 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recipes.data.text.samples import NO_TARGET, sample_datasets
 from recipes.data.text.tokenizers import Tokenizer
-from recipes.data.text.tokens import TextDatasets, Windows
+from recipes.data.text.tokens import TextDatasets, TokenData, Windows
 from recipes.huggingface import SizedRecipe, generated
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.errors import UserError, check_number
 from trainer.hardware import threads
 from trainer.recipe import Context, Decision, LossOutput
 
+log = logging.getLogger("mantissa")
 _SAMPLE_TOKENS = 64
 _SAMPLE_S = 2.0
 _CAUSAL = "sdpa_causal"
-NO_TARGET = -100
-"""In ``targets``: nothing is to be predicted here; torch's own ``ignore_index``."""
 
 
 class LossHead(nn.Linear):
@@ -199,6 +200,13 @@ class LanguageRecipe(SizedRecipe):
         context = self.tokens_per_sample
         return tokenizer, lambda part: TokenWindows(part, context), ""
 
+    def sample_datasets(self, tokens: TokenData) -> TextDatasets:
+        known = int(self.pretrained_config().vocab_size) if self.pretrained else 0
+        if self.lora.rank and 0 < known < tokens.tokenizer.vocab_size:
+            why = "adapters leave these as they are, so that it learns neither to read nor to write them"
+            log.warning("%d tokens are new to the model; %s", tokens.tokenizer.vocab_size - known, why)
+        return sample_datasets(tokens, self.tokens_per_sample, known)
+
     def new_model(self, datasets: TextDatasets) -> LanguageModel:
         """Return the model with the loss inside of forward."""
         network, chunked, packed = super().new_model(datasets), self.chunked_loss is True, datasets.tokens.packing
@@ -211,10 +219,15 @@ class LanguageRecipe(SizedRecipe):
         tokens = batch["tokens"]
         return tokens.shape[0] * (tokens.shape[1] - 1)
 
+    def count_units(self, batch: Batch) -> int:
+        """Count tokens, without padding, whether they are to be predicted or not."""
+        return int(batch["lengths"].sum()) if "lengths" in batch else self.count_targets(batch)
+
     def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
         """Predict each token from those before it.
 
-        A batch has ``tokens``, int64 B × (T + 1); or B × T with the ``targets`` of each, and perhaps ``positions``.
+        A batch has ``tokens``, int64 B × (T + 1); or B × T with the ``targets`` of each, perhaps ``positions``, and
+        ``lengths``, int64 B: the tokens of each row that are no padding.
         """
         tokens = batch["tokens"]
         if "targets" in batch:
@@ -231,12 +244,13 @@ class LanguageRecipe(SizedRecipe):
 
     def shown_by(self, datasets: TextDatasets) -> list[str]:
         words = datasets.first_words
-        return ["generate.py", f"prompt={words}"] if words else super().shown_by(datasets)
+        chat = ["chat=true"] * bool(datasets.tokens.samples)
+        return ["generate.py", *chat, f"prompt={words}"] if words else super().shown_by(datasets)
 
     def closing_text(self, model: LanguageModel, datasets: TextDatasets, device: torch.device) -> str:
         """Show a short sample of generated text in one line: as much as fits into two seconds."""
         tokenizer = datasets.tokens.tokenizer
-        start = datasets.tokens.valid[: min(16, self.tokens_per_sample // 2)].astype(np.int64)
+        start = datasets.beginning(self.tokens_per_sample // 2).astype(np.int64)
         prompt = torch.from_numpy(start)[None].to(device)
         length = min(_SAMPLE_TOKENS, self.tokens_per_sample - prompt.shape[1])
         drawn = {"do_sample": True, "temperature": 1.0, "top_k": 40, "top_p": 1.0}
