@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,6 @@ from trainer.errors import UserError, check_number
 from trainer.hardware import threads
 from trainer.recipe import Context, Decision, LossOutput
 
-log = logging.getLogger("mantissa")
 _SAMPLE_TOKENS = 64
 _SAMPLE_S = 2.0
 _CAUSAL = "sdpa_causal"
@@ -202,9 +200,9 @@ class LanguageRecipe(SizedRecipe):
 
     def sample_datasets(self, tokens: TokenData) -> TextDatasets:
         known = int(self.pretrained_config().vocab_size) if self.pretrained else 0
-        if self.lora.rank and 0 < known < tokens.tokenizer.vocab_size:
-            why = "adapters leave these as they are, so that it learns neither to read nor to write them"
-            log.warning("%d tokens are new to the model; %s", tokens.tokenizer.vocab_size - known, why)
+        if self.lora.rank and known and tokens.added:
+            problem = "adapters cannot learn the tokens of a chat template, and this model's tokenizer has none"
+            raise UserError(f"{problem}; train all weights, or a model with a chat template", "recipe.lora.rank=0")
         return sample_datasets(tokens, self.tokens_per_sample, known)
 
     def new_model(self, datasets: TextDatasets) -> LanguageModel:

@@ -339,6 +339,7 @@ def open_chats(cache: Path, title: str, parts: Mapping[str, Chats], options: Opt
         samples={"valid": samples[valid], **samples},
         packing=options.packing,
         question=meta["question"],
+        added=0 if own and own.chat_template else len(CHATML_TOKENS),
     )
 
 

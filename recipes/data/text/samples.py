@@ -156,7 +156,11 @@ def sample_datasets(tokens: TokenData, context: int, known: int = 0) -> TextData
             raise UserError(f"{problem}; the assistant has to say something there ({tokens.description})", *remedies)
     different = {id(part): part for part in parts.values()}.values()
     used, cut, without = (sum(counts) for counts in zip(*map(_counts, different), strict=True))
-    about = [f"{counted(cut, 'row')} ({cut / used:.2g} of all) cut at the end to {context + 1} tokens"] if cut else []
+    about = (
+        [f"{counted(cut, 'row')} ({cut / used:.0%} of those left) cut at the end to {context + 1} tokens"]
+        if cut
+        else []
+    )
     about += [f"{counted(without, 'row')} without a target left out"] if without else []
     datasets: dict[str, Dataset] = {}
     for name, part in parts.items():
@@ -169,8 +173,8 @@ def sample_datasets(tokens: TokenData, context: int, known: int = 0) -> TextData
             f"packed into {counted(len(datasets['train']), 'window')} of {context} tokens, of which {after:.1%} are "
             f"padding, {before:.1%} with a row in each"
         )
-    if (new := tokens.tokenizer.vocab_size - known) > 0 and known:
-        about.append(f"{new} of the tokenizer's tokens are new to the model")
+    if known and tokens.added:
+        about.append(f"{tokens.added} tokens are new to the model")
     return TextDatasets(
         datasets["train"],
         datasets["valid"],

@@ -60,6 +60,8 @@ class TokenData:
     """Whether several short samples share a window."""
     question: str = ""
     """Of chats: the beginning of a user's message; empty: there is none."""
+    added: int = 0
+    """Special tokens that were added to a tokenizer without a chat template."""
 
 
 @dataclass(kw_only=True)
