@@ -504,7 +504,8 @@ def test_a_run_on_chats_is_trained_resumed_evaluated_and_opened(packing: bool, h
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     config = json.loads(Path("outputs/a/best/generation_config.json").read_text())
     assert config["eos_token_id"] == best.convert_tokens_to_ids("<|im_end|>")
-    assert _command(*NEW, f"data.packing={packing}", "run_name=a", "resume=auto", "steps=5").code in (0, 2)
+    resumed = _command("resume=outputs/a", "steps=5")
+    assert resumed.code == 0, resumed.err
     evaluate = script("inference.evaluate:evaluate")
     trained = json.loads(Path("outputs/a/summary.json").read_text())["best"]
     for split, count in (("valid", 3), ("all", 30)):
