@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from inference.load import Exported
 from inference.run_config import RunConfig
@@ -15,6 +17,7 @@ from mantissa.display import shortened
 from recipes.data.images.source import ImageDatasets
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.labelled import EncodedTexts, LabelledDatasets
+from recipes.data.text.samples import NO_TARGET
 from recipes.data.text.tokens import TextDatasets
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.errors import UserError
@@ -113,4 +116,13 @@ class Joined:
             inside = [SampleId(index - first, seed) for index, seed in samples if first <= index < end]
             parts += [dataset.batch(inside)] if inside else []
             first = end
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return {name: torch.cat(_of_one_width(name, [part[name] for part in parts])) for name in parts[0]}
+
+
+def _of_one_width(name: str, tensors: list[Tensor]) -> list[Tensor]:
+    """Pad the second dimension to that of the widest: rows of text may be padded to the longest of their part."""
+    widths = {tensor.shape[1:2] for tensor in tensors}
+    if len(widths) == 1:
+        return tensors
+    (widest,), value = max(widths), NO_TARGET if name == "targets" else 0
+    return [F.pad(tensor, (0, widest - tensor.shape[1]), value=value) for tensor in tensors]

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from mantissa.errors import described
 from recipes.any_model import AnyModel
+from recipes.data.text.samples import NO_TARGET, sample_datasets
 from recipes.data.text.tokenizers import Tokenizer
-from recipes.data.text.tokens import TextDatasets
+from recipes.data.text.tokens import TextDatasets, TokenData
 from recipes.huggingface import RECIPES, generated
 from recipes.language import (
-    NO_TARGET,
     LanguageModel,
     TokenWindows,
     balance_of,
@@ -86,6 +86,13 @@ class CausalLM(AnyModel):
         why = "the logits take more than the free memory"
         decisions += [Decision("recipe.chunked_loss", True, why)] if chunked else []
         return replace(resolved, chunked_loss=chunked), decisions
+
+    def sample_datasets(self, tokens: TokenData) -> TextDatasets:
+        known = int(self.pretrained_config().vocab_size) if self.pretrained else 0
+        if self.lora.rank and known and tokens.added:
+            problem = "adapters cannot learn the tokens of a chat template, and this model's tokenizer has none"
+            raise UserError(f"{problem}; train all weights, or a model with a chat template", "recipe.lora.rank=0")
+        return sample_datasets(tokens, self.tokens_per_sample, known)
 
     def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[np.ndarray], Dataset], str]:
         context = self.tokens_per_sample
@@ -172,10 +179,15 @@ class CausalLM(AnyModel):
         tokens = batch["tokens"]
         return tokens.shape[0] * (tokens.shape[1] - 1)
 
+    def count_units(self, batch: Batch) -> int:
+        """Count tokens, without padding, whether they are to be predicted or not."""
+        return int(batch["lengths"].sum()) if "lengths" in batch else self.count_targets(batch)
+
     def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
         """Predict each token from those before it.
 
-        A batch has ``tokens``, int64 B × (T + 1); or B × T with the ``targets`` of each, and perhaps ``positions``.
+        A batch has ``tokens``, int64 B × (T + 1); or B × T with the ``targets`` of each, perhaps ``positions``, and
+        ``lengths``, int64 B: the tokens of each row that are no padding.
         """
         tokens = batch["tokens"]
         if "targets" in batch:
@@ -197,12 +209,13 @@ class CausalLM(AnyModel):
 
     def shown_by(self, datasets: TextDatasets) -> list[str]:
         words = datasets.first_words
-        return ["generate.py", f"prompt={words}"] if words else super().shown_by(datasets)
+        chat = ["chat=true"] * bool(datasets.tokens.samples)
+        return ["generate.py", *chat, f"prompt={words}"] if words else super().shown_by(datasets)
 
     def closing_text(self, model: LanguageModel, datasets: TextDatasets, device: torch.device) -> str:
         """Show a short sample of generated text in one line: as much as fits into two seconds."""
         tokenizer = datasets.tokens.tokenizer
-        start = datasets.tokens.valid[: min(16, self.tokens_per_sample // 2)].astype(np.int64)
+        start = datasets.beginning(self.tokens_per_sample // 2).astype(np.int64)
         prompt = torch.from_numpy(start)[None].to(device)
         length = min(_SAMPLE_TOKENS, self.tokens_per_sample - prompt.shape[1])
         drawn = {"do_sample": True, "temperature": 1.0, "top_k": 40, "top_p": 1.0}

@@ -11,7 +11,7 @@ import torch
 from recipes.lora import merged_state
 
 
-def save_model(model: Any, folder: Path, vocabulary: int, eos: int | None = None) -> None:
+def save_model(model: Any, folder: Path, vocabulary: int, eos: int | None = None, new_eos: bool = False) -> None:
     """Write config.json and model.safetensors for ``from_pretrained``.
 
     Args:
@@ -19,6 +19,7 @@ def save_model(model: Any, folder: Path, vocabulary: int, eos: int | None = None
         folder: exists.
         vocabulary: how many token ids there are. Rows of padding above them are left out: nothing decodes those ids.
         eos: the id that ends a text, for a model that generates and whose config names none.
+        new_eos: whether it is new to the model, so that it takes the place of one that the config names.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -39,7 +40,7 @@ def save_model(model: Any, folder: Path, vocabulary: int, eos: int | None = None
     exported.tie_weights()
     if model.can_generate():
         exported.generation_config = copy.deepcopy(model.generation_config)
-        if eos is not None and getattr(config, "eos_token_id", None) is None:
+        if eos is not None and (new_eos or getattr(config, "eos_token_id", None) is None):
             exported.config.eos_token_id = exported.generation_config.eos_token_id = eos
             exported.generation_config.pad_token_id = eos
     exported.save_pretrained(folder)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mantissa.display import counted, dimensions, listed, shortened
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.pretrained import opening
-from recipes.data.text.tokenizers import OWN_BPE, Tokenizer
+from recipes.data.text.tokenizers import CHATML, CHATML_TOKENS, OWN_BPE, Tokenizer
 from recipes.data.text.tokens import TextDatasets, TextSource, TokenData
 from recipes.export import save_model, token_tables
 from recipes.lora import ALL, LoRA, with_adapters
@@ -165,13 +165,16 @@ class TransformersRecipe(Recipe):
     ) -> tuple[dict[str, Tensor], list[Decision]]:
         """Return the weights with this model's padding of the vocabulary."""
         tables, vocabulary = token_tables(_network(model)), datasets.vocabulary
+        before = vocabulary - len(CHATML_TOKENS) * (
+            datasets.tokenizer.chat_template == CHATML
+        )  # of a run on plain text
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if id(parameter) not in tables or name not in weights:
                 continue
             rows = weights[name]  # exported without padding, or those of a checkpoint with any padding
-            if len(rows) == vocabulary or (not about and len(rows) > vocabulary):
+            if len(rows) in (before, vocabulary) or (not about and len(rows) > vocabulary):
                 known = rows[:vocabulary]  # of the rest the mean of these, see ``open_pretrained``
-                weights[name] = torch.cat([known, known.mean(0).expand(len(parameter) - vocabulary, *known.shape[1:])])
+                weights[name] = torch.cat([known, known.mean(0).expand(len(parameter) - len(known), *known.shape[1:])])
         return with_adapters(weights, model), []
 
     def export(self, model: Any, datasets: TextDatasets, folder: Path) -> None:
@@ -184,7 +187,8 @@ class TransformersRecipe(Recipe):
         if positions := getattr(_network(model).config, "max_position_embeddings", None):  # t5 takes any number
             path = folder / "tokenizer_config.json"
             write_json(path, read_json(path) | {"model_max_length": positions})
-        save_model(_network(model), folder, datasets.vocabulary, datasets.tokenizer.token_id("eos_token"))
+        eos, chatml = datasets.tokenizer.token_id("eos_token"), datasets.tokenizer.chat_template == CHATML
+        save_model(_network(model), folder, datasets.vocabulary, eos, new_eos=chatml)
         if self.lora.rank:
             _network(model).save_pretrained(folder / "adapter")  # the adapters alone, as peft reads them
 

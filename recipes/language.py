@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recipes.data.text.samples import NO_TARGET
 from recipes.data.text.tokens import Windows
 from trainer.data.contract import Batch, SampleId
 
 _CAUSAL = "sdpa_causal"
-NO_TARGET = -100
-"""In ``targets``: nothing is to be predicted here; torch's own ``ignore_index``."""
 
 
 class LossHead(nn.Linear):

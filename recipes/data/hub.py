@@ -1,4 +1,4 @@
-"""``data=hub``: text or images of the Hugging Face hub, or of local files that ``datasets`` opens."""
+"""``data=hub``: text, chats or images of the Hugging Face hub, or of local files that ``datasets`` opens."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ import torch
 from mantissa.display import shortened
 from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
+from recipes.data.text.chats import FORMS, OPTIONAL, TRAIN_ON, WANTED, Chats, chat_columns, open_chats, split_rows
+from recipes.data.text.chats import Options as ChatOptions
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.documents import Text, split
 from recipes.data.text.files import encoding_of, is_text, not_read, typed
 from recipes.data.text.labelled import Encoding, LabelledDatasets, LabelledSource, Part, check_parts, opened
 from recipes.data.text.pretrained import local_path, open_tokenizer, opening
 from recipes.data.text.tokenizers import OWN_BPE
-from recipes.data.text.tokens import open_or_build
+from recipes.data.text.tokens import TokenData, open_or_build
 from trainer.errors import UserError, check_choice, first_line
 
 BUILDERS = {
@@ -52,7 +54,7 @@ _WANTED = {
 
 @dataclass
 class Hub(TokenizedText, ImageSource, LabelledSource):
-    """A dataset by its hub id, or a local folder or file: text for gpt2, images for resnet, labelled texts."""
+    """A dataset by its hub id, or a local folder or file: text, chats, images, or labelled texts."""
 
     kind: ClassVar[str] = "hub"
     name: str = ""
@@ -68,7 +70,7 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
     test: str | None = None
     """Test split, evaluated once, at the end, with the best weights."""
     text_column: str | None = None
-    """Column of text; null: the only one."""
+    """Column of text; null: chats, where there are columns of them, else the only one."""
     pair_column: str | None = None
     """Column of second texts, for a classifier of pairs."""
     image_column: str | None = None
@@ -79,6 +81,10 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
     rows: str = "auto"
     """What the rows of a text dataset are: ``lines`` of one text, which are joined, or ``documents``; auto: lines where
     each ends with its line end and some are blank, as in wikitext."""
+    train_on: str = "assistant"
+    """Which tokens of chats are predicted: those of the ``assistant``, or ``all``."""
+    packing: bool = False
+    """Put several short chats into one window, which do not attend to each other."""
     on_error: str = "error"
     """What to do about an image that cannot be decoded. error: save a checkpoint and stop; skip: count it and take the
     next image."""
@@ -88,11 +94,76 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         if not self.name:
             raise UserError("missing required option: data.name; set a dataset of the hub or a folder, such as ag_news")
         check_choice("data.rows", self.rows, ROWS)
+        check_choice("data.train_on", self.train_on, TRAIN_ON)
         self._local_path()
 
     def title(self) -> str:
         """Return the hub id or path."""
         return self.name
+
+    def tokens(self, tokenizer: str | None) -> TokenData:
+        """Tokenise the column of text, or the chats, or open them from the cache.
+
+        Raises:
+            UserError: there are neither, a row of the chats is none, or an option has no effect on them.
+        """
+        columns = self._chat_columns
+        if not columns:
+            self._refuse_chat_options()
+            return super().tokens(tokenizer)
+        if self.rows != "auto":
+            mistake = f"data.rows={self.rows}"
+            problem = f"{mistake} has no effect: data.name={self.name} has chats ({', '.join(columns)})"
+            raise UserError(problem, "", mistake=mistake)
+        train, valid = self._chats("train_split", self.train_split, columns), self._valid_split()
+        if self.whole and valid is None:
+            parts = {"train": train}
+        elif valid is None:
+            parts = dict(zip(("train", "valid"), split_rows(train, self.valid_fraction), strict=True))
+        else:
+            chats = self._chats("valid_split", valid, columns)
+            parts = {"train": train, "valid": replace(chats, origin=f"the dataset's split {valid}")}
+        if self.test is not None:
+            parts["test"] = self._chats("test", self.test, columns)
+        how = (self.known_tokenizer(tokenizer), self.tokenizer, self.vocab_size, self.train_on, self.packing)
+        return open_chats(self.cache_folder, self.title(), parts, ChatOptions(*how))
+
+    @cached_property
+    def _chat_columns(self) -> tuple[str, ...]:
+        """The columns that make the rows chats; empty: they are none, or a column of text is named.
+
+        Raises:
+            UserError: one column of a chat is named, or they are pairs of a better and a worse answer.
+        """
+        features = self._split("train_split", self.train_split).features
+        columns = chat_columns(features)
+        if self.text_column is None:
+            if not columns and {"chosen", "rejected"} <= features.keys():
+                raise UserError(
+                    f"data.name={self.name} has pairs of answers, chosen and rejected, which are not trained on"
+                )
+            return columns
+        chat = next((form for form in FORMS[2:] if all(name in features for name in form)), ())
+        if self.text_column in (*chat, *OPTIONAL.get(chat[0] if chat else "", ())):
+            mistake = typed("data.text_column", self.text_column)
+            problem = f"data.text_column={self.text_column} is one column of chats ({', '.join(chat)})"
+            raise UserError(f"{problem}; leave it out, to train on whole chats", "", mistake=mistake)
+        return ()
+
+    def _chats(self, key: str, choice: str, columns: tuple[str, ...]) -> Chats:
+        dataset = self._split(key, choice)
+        if lacks := [name for name in columns if name not in dataset.features]:
+            raise UserError(f"data.{key}={choice}: this split has no column {lacks[0]}")
+        source = [self.name, choice, columns, dataset._fingerprint]
+        rows = np.arange(len(dataset))
+        return Chats(dataset.select_columns(list(columns)), f"data.name={self.name}: split {choice}", source, rows)
+
+    def _refuse_chat_options(self) -> None:
+        """Raise UserError for an option that is set, and that rows of text or images have no use for."""
+        for mistake, is_set in {"data.train_on=all": self.train_on == "all", "data.packing=true": self.packing}.items():
+            if is_set:
+                problem = f"{mistake} has no effect: the rows of data.name={self.name} are no chats ({WANTED})"
+                raise UserError(problem, "", mistake=mistake)
 
     def splits(self) -> tuple[Text, Text]:
         """Return the column of text, of the dataset's own splits or of one that is divided (see ``split``)."""
@@ -112,6 +183,7 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
             UserError: no such dataset, split or column; fewer than two classes; an image without a label.
         """
         train, valid = self._split("train_split", self.train_split), self._valid_split()
+        self._refuse_chat_options()
         self._image_column(train)
         label = self._column(train, "label_column", _is_class if self.label_column is None else _may_be_class)
         classes = _classes(train, label)
@@ -254,8 +326,9 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         if file and not file.stat().st_size:
             raise UserError(f"data.name={self.name}: the file is empty")
         table = table_options(file) if file and BUILDERS[file.suffix.lower()] == "csv" else {}
-        if table and self.text_column:
-            table["converters"] = {self.text_column: str}  # else its type is that of the first rows
+        if file and table:  # else the type of a column is that of the first rows
+            names = (self.text_column,) if self.text_column else chat_columns(header(file, table["sep"]))
+            table |= {"converters": dict.fromkeys(names, str)} if names else {}
         remedy = "repair it" if path else "give an id that opens, or a local file or folder"
         before = datasets.config.HF_HUB_OFFLINE
         with opening(self.name, f"data.name={self.name}", "cannot be opened", remedy) as place:
@@ -333,7 +406,11 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         wrong = f"{len(fitting) or 'no'} {are}" if choice is None else f"{choice} is not a column"
         columns = shortened([f"{name} ({str(dtype)[:60]})" for name, dtype in types.items()], 20)
         parts = [f"data.name={self.name}: {wrong} of type {kind}; its columns are {columns}"]
-        parts += [f"{name} has texts in lists" for name in lists]
+        chats = chat_columns(features)
+        parts += [
+            f"{name} has {'chats: leave data.text_column out' if name in chats else 'texts in lists'}" for name in lists
+        ]
+        parts += [WANTED] * (kind == "text" and choice is None)
         parts += ["all is in one row: rows below a key are not read, write one row each"] * is_nested
         # A text of a few words, such as a version, trains nothing.
         named = [name for name in fitting if kind != "text" or _characters(dataset, name) >= _LEAST]
@@ -450,6 +527,12 @@ def table_options(path: Path) -> dict[str, Any]:
     has_names = not any(_is_number(name) or name in column for name, column in cells)
     columns = {} if has_names else {"column_names": [f"column_{number + 1}" for number in range(len(names))]}
     return {"sep": separator, **columns} | ({} if quoted else {"quoting": csv.QUOTE_NONE})
+
+
+def header(path: Path, separator: str) -> dict[str, None]:
+    """Return the names in the first row of a CSV file."""
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        return dict.fromkeys(next(csv.reader(file, delimiter=separator), []))
 
 
 def are_lines(rows: Sequence[str | None]) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.data.text.files import TABLES, typed
-from recipes.data.text.tokenizers import Bytes, Characters, Tokenizer
+from recipes.data.text.tokenizers import CHATML, CHATML_TOKENS, Bytes, Characters, Tokenizer
 from trainer.checkpoint.weights import defect
 from trainer.errors import UserError, first_line, is_out_of_memory
 
@@ -28,8 +28,10 @@ class Pretrained(Tokenizer):
         label = path.parent.name if path.name in ("tokenizer", "best") and path.is_dir() else path.name  # of a run
         size = 1 + max(tokenizer.get_vocab().values())
         super().__init__(backend, f"tokenizer {label} of {size}", [] if end is None else [end], **roles)
-        self.vocab_size, self._tokenizer = size, tokenizer
+        self.vocab_size, self._name, self._tokenizer = size, name, tokenizer
         self.special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        template = tokenizer.chat_template
+        self.chat_template = template.get("default") if isinstance(template, dict) else template
         if tokenizer.unk_token_id != end:  # GPT-2's, which knows all bytes, is its end of a text
             self.unknown = tokenizer.unk_token_id
 
@@ -59,6 +61,15 @@ class Pretrained(Tokenizer):
 
     def for_transformers(self) -> Any:
         return copy.deepcopy(self._tokenizer)  # it is changed by a call
+
+    def for_chats(self) -> Tokenizer:
+        if self.chat_template:
+            return self
+        start, end = CHATML_TOKENS
+        tokenizer = copy.deepcopy(self._tokenizer)
+        tokenizer.add_special_tokens({"eos_token": end, "extra_special_tokens": [start]})
+        tokenizer.chat_template = CHATML
+        return Pretrained(self._name, tokenizer)
 
     def save(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(str(folder))

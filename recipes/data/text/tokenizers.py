@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,16 @@ OWN_BPE = "bpe"
 
 END = "<|endoftext|>"
 """What GPT-2 puts between two documents."""
+
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+"""Special tokens that begin and end a message in ``CHATML``."""
+CHATML = """\
+{%- for message in messages %}
+    {%- if tools or message.tool_calls %}{{ raise_exception("ChatML has no tools") }}{% endif %}
+    {{- "<|im_start|>" + message.role + "\\n" + message.content + "<|im_end|>\\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}"""
+"""The chat template of tokenizers that bring none."""
 
 _BPE_TRAINING_CHARACTERS = 200_000_000
 """More text takes memory and minutes, and hardly changes the merges."""
@@ -37,9 +48,11 @@ class Tokenizer:
     """Special tokens by id, as they are written: where a text has one, it becomes the id, which is no text."""
     unknown: int | None = None
     """The id that stands for what it cannot encode; None: it can encode all, or such text is an error."""
+    chat_template: str | None = None
+    """What makes text of a chat, in Jinja, as transformers has it; None: it brings none."""
 
     def __init__(self, backend: Any, label: str, separator: Sequence[int] = (), **roles: str) -> None:
-        self._backend, self.label, self.separator, self._roles = backend, label, list(separator), roles
+        self._backend, self.label, self.separator, self.roles = backend, label, list(separator), roles
         self.vocab_size: int = backend.get_vocab_size()
 
     def identity(self) -> str:
@@ -55,6 +68,39 @@ class Tokenizer:
         """Return the ids of each text, encoded on all cores: a list or one-dimensional array of integers."""
         return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
+    @cached_property
+    def _untrimmed(self) -> Any:
+        """The backend without what it does to the tokens' places: some take spaces away from them."""
+        import tokenizers
+        from tokenizers import processors
+
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+        return backend
+
+    def encode_with_places(self, texts: list[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield of each text the ids, int64, and the characters that each stands for, int64 ids × (first, end).
+
+        Tokens that are bytes of one character have this one's place.
+        """
+        for encoding in self._untrimmed.encode_batch(texts, add_special_tokens=False):
+            yield np.array(encoding.ids, dtype=np.int64), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+
+    def added_tokens(self) -> list[str]:
+        """Return the special tokens, as they are written: text that has one becomes the token."""
+        return [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
+
+    def for_chats(self) -> Tokenizer:
+        """Return this tokenizer, if it brings a chat template; else it with ``CHATML``, whose end is that of a text."""
+        if self.chat_template:
+            return self
+        start, end = CHATML_TOKENS
+        tokenizer = self.with_special({start: start, end: end}, "$A | $A $B")
+        tokenizer = Tokenizer(tokenizer._backend, self.label, self.separator, **self.roles | {"eos_token": end})
+        tokenizer.special = {**self.special, **{tokenizer._backend.token_to_id(text): text for text in CHATML_TOKENS}}
+        tokenizer.chat_template = CHATML
+        return tokenizer
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids that exist, special tokens shown; bytes that are not UTF-8 are U+FFFD."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=False)
@@ -62,7 +108,7 @@ class Tokenizer:
 
     def token_id(self, role: str) -> int | None:
         """Return the id of a special token, by transformers' name of its role (``cls_token``) or by its text."""
-        found: int | None = self._backend.token_to_id(self._roles.get(role, role))
+        found: int | None = self._backend.token_to_id(self.roles.get(role, role))
         return found
 
     def with_special(self, texts: dict[str, str], template: str) -> Tokenizer:
@@ -80,12 +126,12 @@ class Tokenizer:
 
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in texts.values()])
-        names = self._roles | texts
+        names = self.roles | texts
         single, pair = (part.strip().format(**names) for part in template.split("|"))
         used = [(text, backend.token_to_id(text)) for role, text in names.items() if f"{{{role}}}" in template]
         backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=used)
         roles = {role: text for role, text in texts.items() if role.endswith("_token")}
-        return Tokenizer(backend, self.label, self.separator, **self._roles | roles)
+        return Tokenizer(backend, self.label, self.separator, **self.roles | roles)
 
     def for_transformers(self) -> Any:
         """Return it as transformers has it: called, it adds the special tokens and cuts what is too long."""
@@ -93,7 +139,7 @@ class Tokenizer:
         from transformers import PreTrainedTokenizerFast
 
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())  # it is changed by a call
-        return PreTrainedTokenizerFast(tokenizer_object=backend, **self._roles)
+        return PreTrainedTokenizerFast(tokenizer_object=backend, **self.roles)
 
     def save(self, folder: Path) -> None:
         """Write a folder that AutoTokenizer opens, with the same ids."""
@@ -104,7 +150,8 @@ class Tokenizer:
             # Some versions add token_type_ids, for which GPT-2 would look up embeddings.
             "model_input_names": ["input_ids", "attention_mask"],
         }
-        (folder / "tokenizer_config.json").write_text(json.dumps(config | self._roles, indent=2))
+        template = {"chat_template": self.chat_template} if self.chat_template else {}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | self.roles | template, indent=2))
 
 
 def word_level(ids: dict[str, int], pattern: str) -> Any:

@@ -8,10 +8,11 @@ import logging
 import shutil
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,6 +58,10 @@ class TokenData:
     """Samples of each part, by its name here; empty: a part is one text, cut into windows."""
     packing: bool = False
     """Whether several short samples share a window."""
+    question: str = ""
+    """Of chats: the beginning of a user's message; empty: there is none."""
+    added: int = 0
+    """Special tokens that were added to a tokenizer without a chat template."""
 
 
 @dataclass(kw_only=True)
@@ -71,7 +76,11 @@ class TextDatasets(Datasets):
 
     @property
     def first_words(self) -> str:
-        """The first three words of a line of the validation text, at most 30 characters; empty: it is blank."""
+        """The first three words of a line of the validation text, at most 30 characters; of chats what a user asks;
+        empty: it is blank.
+        """
+        if self.tokens.samples:
+            return self.tokens.question
         tokenizer = self.tokens.tokenizer
         text = tokenizer.decode(self.tokens.valid[:256].tolist()).rstrip("\ufffd")
         for special in tokenizer.special.values():  # such as the end of a document
@@ -79,6 +88,13 @@ class TextDatasets(Datasets):
         lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
         line = lines[min(1, len(lines) - 1)]  # the first one may have lost its beginning to the training text
         return " ".join(line.split(" ")[:3])[:30].strip()
+
+    def beginning(self, most: int) -> np.ndarray:
+        """Return ids of the validation text, at most so many, that can be continued: of a chat, what is answered."""
+        if "valid" not in self.tokens.samples:
+            return self.tokens.valid[: min(16, most)]
+        first = int(self.tokens.samples["valid"].targets.argmax())
+        return self.tokens.valid[max(0, first - most) : first]
 
     def facts(self) -> dict[str, str]:
         tokens = {"training tokens": f"{len(self.tokens.train):,}", "validation tokens": f"{len(self.tokens.valid):,}"}
@@ -150,7 +166,40 @@ def open_or_build(
     from tokenizers import __version__
 
     how = tokenizer.identity() if tokenizer else [choice, vocab_size, __version__]
-    key = json.dumps([FORMAT, *(part.identity for part in splits.values()), how], sort_keys=True)
+    key = [*(part.identity for part in splits.values()), how]
+    folder = built(cache, name, key, lambda folder: _build(folder, splits, tokenizer, choice, vocab_size))
+    meta = read_json(folder / "meta.json")
+    for part, copies in meta["copies"].items():
+        if percent := round(100 * copies):
+            message = "%d %% of the %s text, by the documents' beginnings, is training text; results may look too good"
+            log.warning(message, percent, "validation" if part == "valid" else part)
+    warn_of_unknown(meta["unknown"])
+    ids: dict[str, np.ndarray] = {
+        part: np.memmap(folder / f"{part}.bin", dtype=meta["dtype"], mode="r") for part in splits
+    }
+    return ids, meta["text_bytes"], tokenizer or OF_TEXT[choice].load(folder)
+
+
+def warn_of_unknown(share: float) -> None:
+    """Warn where the tokenizer does not know a part of the text: ``share`` of the tokens stand for it."""
+    if percent := round(100 * share):
+        message = "%d %% of the tokens are of text that the tokenizer does not know; no loss or bits_per_byte is "
+        log.warning(message + "comparable with another tokenizer's", percent)
+
+
+def built(cache: Path, name: str, key: Any, build: Callable[[Path], None]) -> Path:
+    """Return the folder of the cache for ``key``, which ``build`` makes on the first call.
+
+    Args:
+        cache: the cache's folder.
+        name: begins the folder's name.
+        key: JSON that changes whenever the content does.
+        build: makes the folder, see ``completed``.
+
+    Raises:
+        UserError: the cache folder cannot be written.
+    """
+    key = json.dumps([FORMAT, *key], sort_keys=True)
     parent = cache / "text"
     folder = parent / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if not folder.exists():
@@ -159,31 +208,32 @@ def open_or_build(
             with locked(parent / f".{folder.name}.lock"):
                 if not folder.exists():  # another process may have built it while this one waited
                     log.info("tokenizing %s; later runs load it from %s", name, folder)
-                    _build(folder, splits, tokenizer, choice, vocab_size)
+                    build(folder)
         except OSError as error:  # numpy's has no strerror
             raise UserError(
                 f"data.cache_dir={cache} cannot be written ({error.strerror or error}); free disk space, or set "
                 "another folder, here or in the environment variable MANTISSA_CACHE"
             ) from None
-    meta = read_json(folder / "meta.json")
-    for part, copies in meta["copies"].items():
-        if percent := round(100 * copies):
-            message = "%d %% of the %s text, by the documents' beginnings, is training text; results may look too good"
-            log.warning(message, percent, "validation" if part == "valid" else part)
-    if percent := round(100 * meta["unknown"]):
-        message = "%d %% of the tokens are of text that the tokenizer does not know; no loss or bits_per_byte is "
-        log.warning(message + "comparable with another tokenizer's", percent)
-    ids: dict[str, np.ndarray] = {
-        part: np.memmap(folder / f"{part}.bin", dtype=meta["dtype"], mode="r") for part in splits
-    }
-    return ids, meta["text_bytes"], tokenizer or OF_TEXT[choice].load(folder)
+    return folder
 
 
-def _build(folder: Path, splits: Mapping[str, Text], tokenizer: Tokenizer | None, choice: str, vocab_size: int) -> None:
+@contextmanager
+def completed(folder: Path) -> Iterator[Path]:
+    """Give a folder to write into, which gets its name at the end: what a killed process leaves looks not complete."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir()
     try:
+        yield partial
+        for path in partial.iterdir():
+            flush(path)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _build(folder: Path, splits: Mapping[str, Text], tokenizer: Tokenizer | None, choice: str, vocab_size: int) -> None:
+    with completed(folder) as partial:
         if not tokenizer:
             read = [splits["train"]] if choice == OWN_BPE else splits.values()
             with work(f"making the tokenizer ({choice})"):
@@ -215,11 +265,6 @@ def _build(folder: Path, splits: Mapping[str, Text], tokenizer: Tokenizer | None
         }
         meta = {"dtype": dtype.name, "text_bytes": text_bytes, "copies": copies, "unknown": unknown / tokens}
         write_json(partial / "meta.json", meta)
-        for path in partial.iterdir():
-            flush(path)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _encoded(documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int, list[str]]]:
