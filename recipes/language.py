@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes.data.text.tokenizers import Tokenizer
-from recipes.data.text.tokens import TextDatasets, Windows
+from recipes.data.text.tokens import Ids, TextDatasets, Windows
 from recipes.huggingface import SizedRecipe, generated
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.errors import UserError, check_number
@@ -148,7 +148,7 @@ def torch_can_chunk() -> bool:
 class TokenWindows(Windows):
     """Windows of ``context`` tokens with the next one, B × (context + 1) int64."""
 
-    def __init__(self, tokens: np.ndarray, context: int) -> None:
+    def __init__(self, tokens: Ids, context: int) -> None:
         super().__init__(tokens, context, 1)
 
     def batch(self, samples: Sequence[SampleId]) -> Batch:
@@ -195,7 +195,7 @@ class LanguageRecipe(SizedRecipe):
         decisions += [Decision("recipe.chunked_loss", True, why)] if chunked else []
         return replace(resolved, chunked_loss=chunked), decisions
 
-    def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[np.ndarray], Dataset], str]:
+    def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[Ids], Dataset], str]:
         context = self.tokens_per_sample
         return tokenizer, lambda part: TokenWindows(part, context), ""
 

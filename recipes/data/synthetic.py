@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recipes.data.images.pixels import ArrayImages
 from recipes.data.images.source import ImageDatasets, ImageSource
-from recipes.data.text.tokenizers import Tokenizer, word_level
+from recipes.data.text.tokenizers import numbers
 from recipes.data.text.tokens import TextSource, TokenData
 from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.errors import check_number
@@ -53,9 +53,7 @@ class Synthetic(TextSource, ImageSource):
             return np.stack([first, (7 * first + 3) % self.vocab_size], axis=1).reshape(-1).astype(kind)
 
         description = f"synthetic: {TRAIN_TOKENS:,} tokens, vocabulary {self.vocab_size:,}"
-        # ``<123>`` stands for 123.
-        numbers = word_level({f"<{number}>": number for number in range(self.vocab_size)}, r"<\d+>")
-        return TokenData(draw(0, TRAIN_TOKENS), draw(1, VALID_TOKENS), Tokenizer(numbers, "numbers"), description)
+        return TokenData(draw(0, TRAIN_TOKENS), draw(1, VALID_TOKENS), numbers(self.vocab_size), description)
 
     def images(self, image_size: int | None) -> ImageDatasets:
         """Return noise over a coarse pattern that depends on the class; by default 224 × 224 pixels.

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -41,15 +41,27 @@ class Samples(NamedTuple):
     """Whether an id is to be predicted: bool, as long as the ids."""
 
 
+class Ids(Protocol):
+    """Token ids, one after the other: an array, or what is read like one."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        ...
+
+    def __getitem__(self, part: slice, /) -> np.ndarray:
+        """Return some, as a one-dimensional array of integers."""
+        ...
+
+
 @dataclass
 class TokenData:
     """A tokenised corpus: flat arrays of ids (uint16, or uint32 for large vocabularies), memory-mapped."""
 
-    train: np.ndarray
-    valid: np.ndarray
+    train: Ids
+    valid: Ids
     tokenizer: Tokenizer
     description: str
-    test: np.ndarray | None = None
+    test: Ids | None = None
     """Ids of the text for testing; None: the source has none."""
     text_bytes: Mapping[str, int] = field(default_factory=dict)
     """Length in UTF-8 of the text of each part, by its name here; empty: it is no text."""
@@ -102,7 +114,7 @@ class Windows:
         more: ids after these, which belong to the next window, too.
     """
 
-    def __init__(self, tokens: np.ndarray, window: int, more: int = 0) -> None:
+    def __init__(self, tokens: Ids, window: int, more: int = 0) -> None:
         self.tokens, self.window, self.more = tokens, window, more
 
     def __len__(self) -> int:
