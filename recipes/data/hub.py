@@ -87,7 +87,7 @@ class Hub(TokenizedText, ImageSource):
         if not self.name:
             raise UserError("missing required option: data.name; set a dataset of the hub or a folder, such as ag_news")
         check_choice("data.rows", self.rows, ROWS)
-        if self.max_tokens is not None and not (self.max_tokens >= 1 and self.max_tokens.is_integer()):
+        if self.max_tokens is not None and not (self.max_tokens >= 1 and self.max_tokens % 1 == 0):
             raise UserError(f"data.max_tokens={self.max_tokens} must be a whole number of tokens, such as 10e9")
         if self.max_tokens is not None and self.tokenizer == "chars":
             problem = "data.tokenizer=chars needs all of the text, and data.max_tokens reads its beginning"
@@ -355,6 +355,12 @@ class Hub(TokenizedText, ImageSource):
         parts = [f"data.name={self.name}: {wrong} of type {kind}; its columns are {columns}"]
         parts += [f"{name} has texts in lists" for name in lists]
         parts += ["all is in one row: rows below a key are not read, write one row each"] * is_nested
+        if kind == "text" and "input_ids" in features:
+            raise UserError(
+                f"{parts[0]}; for token ids, in files that are here",
+                f"data=tokens {typed('data.path', self.name)}",
+                mistake=typed("data.name", self.name),
+            )
         # A text of a few words, such as a version, trains nothing.
         named = [name for name in fitting if kind != "text" or _characters(dataset, name) >= _LEAST]
         remedies = [typed(f"data.{key}", name) for name in named if not is_nested]

@@ -139,7 +139,8 @@ class TokenShards(TextSource):
         # Open the files of each part. ``where`` is the option that named one, for messages, with the file's name.
         files: dict[str, list[TokenFile]] = {"train": [], "valid": [], "test": []}
         opened = []
-        for part, entries in self._found().items():
+        found, left_out = self._found()
+        for part, entries in found.items():
             for where, path in entries:
                 files[part].append(self._opened(where, path, vocabulary))
                 opened.append((where, files[part][-1]))
@@ -168,11 +169,12 @@ class TokenShards(TextSource):
         about = f"{quantity(cut)} tokens and {quantity(len(valid))} for validation ({origin})"
         about += f" and {quantity(len(test))} for testing ({_names(files['test'])})" if test else ""
         about += f", {first.dtype} in {counted(len(opened), 'file')}"
+        about += f" ({left_out} more left out, for data.valid and data.test)" if left_out else ""
         description = f"{Path(self.path).name}: {about}, {what}"
         return TokenData(TokenFiles(files["train"], 0, cut), valid, known, description, test)
 
-    def _found(self) -> dict[str, list[tuple[str, Path]]]:
-        """Return the files of each part, and where each is, for messages.
+    def _found(self) -> tuple[dict[str, list[tuple[str, Path]]], int]:
+        """Return the files of each part, and where each is, for messages; and how many of ``path`` have no part.
 
         Raises:
             UserError: there are none to train on, one has two parts, or training files are named for another part, too.
@@ -189,15 +191,17 @@ class TokenShards(TextSource):
         if not parts["train"]:
             names = shortened([path.name for path in paths], 3)
             raise UserError(f"{key}: by their names no file is for training ({names}); name one of them")
+        left_out = 0
         for part, given in (("valid", self.valid), ("test", self.test)):
             if given is not None:
                 key = f"data.{part}={given}"
-                parts[part] = [(f"{key}: {path.name}", path) for path in _paths(key, given)[1]]
+                named, parts[part] = parts[part], [(f"{key}: {path.name}", path) for path in _paths(key, given)[1]]
+                left_out += len({path for _, path in named} - {path for _, path in parts[part]})
                 for other, role in (("train", "training"), ("valid", "validation")):
                     if other != part:
                         files, others = ([str(path) for _, path in parts[name]] for name in (part, other))
                         check_no_overlap(key, files, others, role)
-        return parts
+        return parts, left_out
 
     def _opened(self, where: str, path: Path, vocabulary: int | None) -> TokenFile:
         """Return where the ids of a file are.
