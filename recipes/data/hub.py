@@ -152,6 +152,9 @@ class Hub(TokenizedText, ImageSource):
         Raises:
             UserError: no such dataset, split or column; fewer than two classes; an image without a label.
         """
+        if self.max_tokens is not None:
+            mistake = f"data.max_tokens={self.max_tokens:g}"
+            raise UserError(f"{mistake} is of text, and has no effect on images", "", mistake="data.max_tokens")
         train, valid = self._split("train_split", self.train_split), self._valid_split()
         self._image_column(train)
         label = self._column(train, "label_column", _is_class if self.label_column is None else _may_be_class)
@@ -356,11 +359,11 @@ class Hub(TokenizedText, ImageSource):
         parts += [f"{name} has texts in lists" for name in lists]
         parts += ["all is in one row: rows below a key are not read, write one row each"] * is_nested
         if kind == "text" and "input_ids" in features:
-            raise UserError(
-                f"{parts[0]}; for token ids, in files that are here",
-                f"data=tokens {typed('data.path', self.name)}",
-                mistake=typed("data.name", self.name),
-            )
+            what = f"{parts[0]}; input_ids are token ids"
+            if self._local_path():
+                remedy = f"data=tokens {typed('data.path', self.name)}"
+                raise UserError(what, remedy, mistake=typed("data.name", self.name))
+            raise UserError(f"{what}: download its parquet files, and read them with data=tokens data.path=…")
         # A text of a few words, such as a version, trains nothing.
         named = [name for name in fitting if kind != "text" or _characters(dataset, name) >= _LEAST]
         remedies = [typed(f"data.{key}", name) for name in named if not is_nested]

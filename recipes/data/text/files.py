@@ -58,7 +58,7 @@ def not_read(given: str, path: Path) -> UserError | None:
         if lower.endswith(_PACKED):
             return UserError(f"{where} is packed; unpack it, and give what was in it")
         if lower.endswith((".bin", ".npy")):
-            problem = f"{where} is neither text nor images; for token ids"
+            problem = f"{where} is neither text nor images, but may be token ids"
             return UserError(problem, f"data=tokens {typed('data.path', name)}", mistake=typed(key, name))
         if lower.endswith(_OTHERS):
             return UserError(

@@ -414,8 +414,10 @@ def _of_numpy(where: str, path: Path) -> TokenFile:
 
 def _chunks(file: TokenFile) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the ids of a file, some megabytes at a time, and how many come before."""
+    dtype = np.dtype(file.dtype)
     for start in range(0, file.length, _AT_ONCE):
-        yield start, _mapped(file)[start : start + _AT_ONCE]
+        count, offset = min(_AT_ONCE, file.length - start), file.offset + start * dtype.itemsize
+        yield start, np.fromfile(file.path, dtype, count, offset=offset)  # mapped, all of it would seem to be in memory
 
 
 def _range(file: TokenFile, advance: Callable[..., None], done: int) -> tuple[int, int]:

@@ -23,6 +23,8 @@ from trainer.terminal import work
 
 _CHARACTERS_AT_ONCE = 2**22
 """Of documents between two commits: a million tokens, which take seconds."""
+_CHARACTERS_PER_TOKEN = 5
+"""An own BPE is trained on no more text than is read, about."""
 _OTHERS = 10
 """Validation and test splits are read to this fraction of ``max_tokens``."""
 STATE, META = "state.json", "meta.json"
@@ -151,9 +153,8 @@ def _build(folder: Path, streams: Streams, tokenizer: Tokenizer | None, vocab_si
     # The state is written after the tokenizer, so that this one is whole.
     if not (partial / STATE).exists():
         if tokenizer is None:
-            kept = (text for number, text in enumerate(streams.documents("train")) if not streams.is_held_out(number))
             with work(f"making the tokenizer ({OWN_BPE})"):
-                texts = (piece for text in kept for piece in pieces(text.splitlines(keepends=True)))
+                texts = _beginning(streams, _CHARACTERS_PER_TOKEN * tokens)
                 OF_TEXT[OWN_BPE].train(texts, vocab_size).save(partial)
         parts = {"train", "valid", *streams.splits}
         empty = {"tokens": 0, "bytes": 0}
@@ -173,6 +174,16 @@ def _build(folder: Path, streams: Streams, tokenizer: Tokenizer | None, vocab_si
     whole = state["parts"]["train"]["tokens"] < tokens
     write_json(partial / META, about | {"whole": whole, "parts": state["parts"]})
     partial.rename(folder)
+
+
+def _beginning(streams: Streams, characters: int) -> Iterator[str]:
+    """Yield pieces of the first training documents, which have about so many characters."""
+    for number, text in enumerate(streams.documents("train")):
+        if characters <= 0:
+            return
+        if not streams.is_held_out(number):
+            characters -= len(text)
+            yield from pieces(text.splitlines(keepends=True))
 
 
 def _read(
