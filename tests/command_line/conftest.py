@@ -66,7 +66,7 @@ def write_digits(folder: Path, brightness: int) -> None:
 
 @pytest.fixture
 def user_data(folder: Path) -> None:
-    """texts/ with text files, shards/ of token ids, images/ with a folder per class, digits/ with small images of ten classes."""
+    """texts/ with text files, shards/ of token ids, images/ and digits/ with a folder per class."""
     from PIL import Image
 
     rng = np.random.default_rng(0)
