@@ -173,7 +173,7 @@ def _plain(shape: PlainShape, trainer: Trainer, seed: int, bf16: bool, compiled:
     assert isinstance(trainer.datasets, TextDatasets)
     tokens = trainer.datasets.tokens
     shape = replace(shape, vocabulary=tokens.tokenizer.vocab_size)
-    return PlainLoop(shape, tokens.train, seed, trainer.device, bf16, compiled)
+    return PlainLoop(shape, tokens.train[:], seed, trainer.device, bf16, compiled)
 
 
 def nanogpt_steps(bench: Bench, job: Job | None = None, shape: PlainShape | None = None) -> Iterator[Row]:

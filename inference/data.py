@@ -18,6 +18,7 @@ from recipes.data.images.source import ImageDatasets
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.labelled import EncodedTexts, LabelledDatasets
 from recipes.data.text.samples import NO_TARGET
+from recipes.data.text.shards import TokenShards
 from recipes.data.text.tokens import TextDatasets
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.errors import UserError
@@ -34,9 +35,12 @@ def open_data(run: RunConfig, exported: Exported, split: str) -> Datasets:
     recipe: Any = config.recipe
     tuned = exported.run and exported.run.config().get("recipe.pretrained")  # such a model brought its tokenizer
     if isinstance(data, TokenizedText):
-        data = replace(data, whole=split == "all")
+        # What was streamed is as it is.
+        data = replace(data, whole=split == "all" and getattr(data, "max_tokens", None) is None)
         if (tuned or data.whole or not run.own_data) and data.tokenizer != "bytes":
             recipe = replace(recipe, pretrained=str(exported.folder))  # which brings its tokenizer, too
+    if isinstance(data, TokenShards) and not run.own_data:
+        data = replace(data, tokenizer=str(exported.folder), vocab_size=None)
     try:
         datasets: Datasets = recipe.datasets(data, config.seed)
     except UserError as error:  # which names the option of training

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from recipes.data.text.tokenizers import Tokenizer
-from recipes.data.text.tokens import TextDatasets, Windows
+from recipes.data.text.tokens import Ids, TextDatasets, Windows
 from recipes.huggingface import SizedRecipe
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.recipe import LossOutput, Sizes
@@ -47,7 +47,7 @@ class MaskedWindows(Windows):
         cls: id of [CLS]; likewise ``sep`` and ``mask``.
     """
 
-    def __init__(self, tokens: np.ndarray, context: int, vocabulary: int, cls: int, sep: int, mask: int) -> None:
+    def __init__(self, tokens: Ids, context: int, vocabulary: int, cls: int, sep: int, mask: int) -> None:
         super().__init__(tokens, context - 2)
         self.vocabulary, self.cls, self.sep, self.mask = vocabulary, cls, sep, mask
         self.masked = max(1, round(self.window * MASKED))
@@ -94,7 +94,7 @@ class Bert(SizedRecipe):
     dropout: float = 0.1
     """Dropout probability in training."""
 
-    def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[np.ndarray], Dataset], str]:
+    def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[Ids], Dataset], str]:
         context, known = self.tokens_per_sample, tokenizer.vocab_size
         tokenizer = tokenizer.with_special(SPECIAL, TEMPLATE)
         ids: list[Any] = [tokenizer.token_id(role) for role in ("cls_token", "sep_token", "mask_token")]

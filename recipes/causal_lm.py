@@ -17,7 +17,7 @@ from mantissa.errors import described
 from recipes.any_model import AnyModel
 from recipes.data.text.samples import NO_TARGET, sample_datasets
 from recipes.data.text.tokenizers import Tokenizer
-from recipes.data.text.tokens import TextDatasets, TokenData
+from recipes.data.text.tokens import Ids, TextDatasets, TokenData
 from recipes.huggingface import RECIPES, generated
 from recipes.language import (
     LanguageModel,
@@ -94,7 +94,7 @@ class CausalLM(AnyModel):
             raise UserError(f"{problem}; train all weights, or a model with a chat template", "recipe.lora.rank=0")
         return sample_datasets(tokens, self.tokens_per_sample, known)
 
-    def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[np.ndarray], Dataset], str]:
+    def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[Ids], Dataset], str]:
         context = self.tokens_per_sample
         return tokenizer, lambda part: TokenWindows(part, context), ""
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mantissa.display import counted, dimensions, listed, shortened
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.pretrained import opening
-from recipes.data.text.tokenizers import CHATML, CHATML_TOKENS, OWN_BPE, Tokenizer
-from recipes.data.text.tokens import TextDatasets, TextSource, TokenData
+from recipes.data.text.shards import TokenShards
+from recipes.data.text.tokenizers import CHATML, CHATML_TOKENS, Tokenizer
+from recipes.data.text.tokens import Ids, TextDatasets, TextSource, TokenData
 from recipes.export import save_model, token_tables
 from recipes.lora import ALL, LoRA, with_adapters
 from trainer.checkpoint.reader import check_numbers, nonfinite, not_finite
@@ -194,7 +194,7 @@ class TransformersRecipe(Recipe):
 
     def _text(self, data: DataSource) -> TextSource:
         if not isinstance(data, TextSource):
-            use = "use data=python_docs, text, hub or synthetic"
+            use = "use data=python_docs, text, hub, tokens or synthetic"
             raise UserError(f"recipe={self.name} cannot read data={data.kind}; {use}")
         return data
 
@@ -250,7 +250,7 @@ class TextRecipe(TransformersRecipe):
         """
         raise UserError(f"recipe={self.name} trains on running text, and {tokens.description} has samples of its own")
 
-    def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[np.ndarray], Dataset], str]:
+    def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[Ids], Dataset], str]:
         """Return the text's tokenizer with the special tokens of the recipe, what makes samples of a part's ids, and a
         description of them, which follows that of the text.
         """
@@ -291,9 +291,9 @@ class TextRecipe(TransformersRecipe):
     def resolve(self, context: Context) -> tuple[Self, list[Decision]]:
         """Choose the model and the context."""
         decisions, data = self.choose_model(context.hardware), context.data
-        if isinstance(self._text(data), TokenizedText) and self.pretrained:  # the defaults need not be dropped
-            for key, default in (("tokenizer", OWN_BPE), ("vocab_size", TokenizedText.vocab_size)):
-                if (value := getattr(data, key)) not in (default, self.pretrained):
+        if isinstance(self._text(data), TokenizedText | TokenShards) and self.pretrained:  # defaults may stay
+            for key in ("tokenizer", "vocab_size"):
+                if (value := getattr(data, key)) not in (getattr(type(data), key), self.pretrained):
                     mistake = f"data.{key}={value}"
                     raise UserError(
                         f"{mistake} has no effect with init_from={self.pretrained}, which has its own tokenizer",

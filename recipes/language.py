@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes.data.text.samples import NO_TARGET
-from recipes.data.text.tokens import Windows
+from recipes.data.text.tokens import Ids, Windows
 from trainer.data.contract import Batch, SampleId
 
 _CAUSAL = "sdpa_causal"
@@ -216,7 +216,7 @@ def torch_can_chunk() -> bool:
 class TokenWindows(Windows):
     """Windows of ``context`` tokens with the next one, B × (context + 1) int64."""
 
-    def __init__(self, tokens: np.ndarray, context: int) -> None:
+    def __init__(self, tokens: Ids, context: int) -> None:
         super().__init__(tokens, context, 1)
 
     def batch(self, samples: Sequence[SampleId]) -> Batch:

@@ -13,7 +13,7 @@ from torch import nn
 
 from mantissa.display import counted
 from recipes.data.text.tokenizers import Tokenizer
-from recipes.data.text.tokens import TextDatasets, Windows
+from recipes.data.text.tokens import Ids, TextDatasets, Windows
 from recipes.huggingface import SizedRecipe
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.recipe import LossOutput, Sizes
@@ -51,7 +51,7 @@ class SpanCorruption(Windows):
     EOS. All samples are equally long: from 512 input tokens on, 114 are the target.
     """
 
-    def __init__(self, tokens: np.ndarray, context: int, eos: Any, sentinels: Sequence[Any]) -> None:
+    def __init__(self, tokens: Ids, context: int, eos: Any, sentinels: Sequence[Any]) -> None:
         """Make them of a text's ids; ``eos`` and ``sentinels`` are ids of their own, one sentinel for each span."""
         super().__init__(tokens, window(context))
         self.noise, self.spans = _cuts(self.window)
@@ -120,7 +120,7 @@ class T5(SizedRecipe):
     def shown_by(self, datasets: TextDatasets) -> list[str]:
         return ["generate.py", f"prompt={datasets.first_words} <extra_id_0>"]
 
-    def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[np.ndarray], Dataset], str]:
+    def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[Ids], Dataset], str]:
         context = self.tokens_per_sample
         noise, spans = _cuts(window(context))
         names = [f"<extra_id_{number}>" for number in range(spans)]

@@ -27,7 +27,7 @@ from trainer.files import (
 )
 from trainer.parallel.world import launch_id, launched_processes, restarted
 
-PATHS = ("data.path", "data.test", "data.name", "data.tokenizer", "recipe.pretrained", "init_from")
+PATHS = ("data.path", "data.valid", "data.test", "data.name", "data.tokenizer", "recipe.pretrained", "init_from")
 """Options that are files or folders, or may be."""
 _LOCAL = (*PATHS, "recipe_path", "resume", "run", "path")
 """Those of all scripts that are read on this machine, or from the hub or MLflow by an id."""

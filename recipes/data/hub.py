@@ -24,6 +24,7 @@ from recipes.data.text.documents import Text, split
 from recipes.data.text.files import encoding_of, is_text, not_read, typed
 from recipes.data.text.labelled import Encoding, LabelledDatasets, LabelledSource, Part, check_parts, opened
 from recipes.data.text.pretrained import local_path, open_tokenizer, opening
+from recipes.data.text.stream import Streams, open_or_stream
 from recipes.data.text.tokenizers import OWN_BPE
 from recipes.data.text.tokens import TokenData, open_or_build
 from trainer.errors import UserError, check_choice, first_line
@@ -85,6 +86,9 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
     """Which tokens of chats are predicted: those of the ``assistant``, or ``all``."""
     packing: bool = False
     """Put several short chats into one window, which do not attend to each other."""
+    max_tokens: float | None = None
+    """Of text, stream so many tokens for training, once, and keep only them: of a dataset that is larger than the disk;
+    null: all of it is downloaded."""
     on_error: str = "error"
     """What to do about an image that cannot be decoded. error: save a checkpoint and stop; skip: count it and take the
     next image."""
@@ -95,6 +99,11 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
             raise UserError("missing required option: data.name; set a dataset of the hub or a folder, such as ag_news")
         check_choice("data.rows", self.rows, ROWS)
         check_choice("data.train_on", self.train_on, TRAIN_ON)
+        if self.max_tokens is not None and not (self.max_tokens >= 1 and self.max_tokens % 1 == 0):
+            raise UserError(f"data.max_tokens={self.max_tokens} must be a whole number of tokens, such as 10e9")
+        if self.max_tokens is not None and self.tokenizer == "chars":
+            problem = "data.tokenizer=chars needs all of the text, and data.max_tokens reads its beginning"
+            raise UserError(problem, "data.tokenizer=bytes", "data.tokenizer=bpe")
         self._local_path()
 
     def title(self) -> str:
@@ -107,6 +116,8 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         Raises:
             UserError: there are neither, a row of the chats is none, or an option has no effect on them.
         """
+        if self.max_tokens is not None:
+            return self._streamed(tokenizer, int(self.max_tokens))
         columns = self._chat_columns
         if not columns:
             self._refuse_chat_options()
@@ -165,6 +176,40 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
                 problem = f"{mistake} has no effect: the rows of data.name={self.name} are no chats ({WANTED})"
                 raise UserError(problem, "", mistake=mistake)
 
+    def _streamed(self, tokenizer: str | None, tokens: int) -> TokenData:
+        """Return the tokens of the beginning of the text, which is streamed."""
+        options = [self.subset, self.train_split, self.valid_split, self.test, self.text_column, self.valid_fraction]
+        settings, known = [*options, self.rows], self.known_tokenizer(tokenizer)
+        return open_or_stream(self.cache_folder, self.name, settings, known, self.vocab_size, tokens, self._streams)
+
+    def _streams(self) -> Streams:
+        """Return the splits as they are streamed.
+
+        Raises:
+            UserError: no such dataset, split or column, or its rows are no documents.
+        """
+        from datasets import Dataset
+
+        valid = self._valid_split()
+        named = {"train": self.train_split, "valid": valid, "test": self.test}
+        keys = {"train": "train_split", "valid": "valid_split", "test": "test"}
+        splits = {part: self._split(keys[part], choice) for part, choice in named.items() if choice is not None}
+        head = Dataset.from_list(list(splits["train"].take(1000)), features=splits["train"].features)
+        if not len(head):
+            raise UserError(f"data.train_split={self.train_split}: this split of {self.name} has no rows")
+        if chats := [name for name in ("messages", "conversations") if name in head.features and not self.text_column]:
+            problem = f"data.name={self.name} has chats ({chats[0]}), which are read whole, without data.max_tokens"
+            raise UserError(problem, "", mistake="data.max_tokens")
+        column = self._column(head, "text_column", _is_text)
+        if self.rows == "lines" or (self.rows == "auto" and are_lines(head[column][:])):
+            problem = f"data.name={self.name}: {column} has lines of one text, and data.max_tokens reads documents"
+            raise UserError(problem, "data.rows=documents")
+        streams = {part: split.select_columns([column]) for part, split in splits.items()}
+        if valid is not None:
+            return Streams(streams, column, self.name, f"the dataset's split {valid}", 0.0)
+        origin = f"{self.valid_fraction:.3g} of the documents, by their number"
+        return Streams(streams, column, self.name, origin, self.valid_fraction)
+
     def splits(self) -> tuple[Text, Text]:
         """Return the column of text, of the dataset's own splits or of one that is divided (see ``split``)."""
         train, valid = self._text("train_split", self.train_split), self._valid_split()
@@ -182,6 +227,9 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         Raises:
             UserError: no such dataset, split or column; fewer than two classes; an image without a label.
         """
+        if self.max_tokens is not None:
+            mistake = f"data.max_tokens={self.max_tokens:g}"
+            raise UserError(f"{mistake} is of text, and has no effect on images", "", mistake="data.max_tokens")
         train, valid = self._split("train_split", self.train_split), self._valid_split()
         self._refuse_chat_options()
         self._image_column(train)
@@ -243,7 +291,11 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         if self.valid_split is not None:
             return None if self.valid_split == self.train_split else self.valid_split
         names = [name for name in ("validation", "test") if name not in (self.train_split, self.test)]
-        return next((name for name in names if len(self._splits.get(name, ()))), None)
+        return next((name for name in names if self._has_rows(name)), None)
+
+    def _has_rows(self, name: str) -> bool:
+        """Return whether a split is there, and not empty as far as that is known before it is streamed."""
+        return name in self._splits and (self.max_tokens is not None or len(self._splits[name]) > 0)
 
     def _text(self, key: str, choice: str) -> Text:
         """Return the column of text of a split. Whether its rows are lines is that of the training split's."""
@@ -345,6 +397,8 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
                 builder = datasets.load_dataset_builder(**arguments)
                 if builder.info.builder_name == "text":  # a file is a document, where the default makes every line one
                     builder = datasets.load_dataset_builder(**arguments, sample_by="document")
+                if self.max_tokens is not None:
+                    return dict(builder.as_streaming_dataset())
                 builder.download_and_prepare()
                 if not builder.info.dataset_size:
                     raise UserError(f"data.name={self.name} has no rows")
@@ -371,7 +425,7 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         if choice not in self._splits:
             problem = f"data.{key}={choice}: {self.name} has the splits {', '.join(self._splits)}"
             raise UserError(problem, *(f"data.{key}={name}" for name in self._splits))
-        if not len(self._splits[choice]):
+        if not self._has_rows(choice):
             raise UserError(f"data.{key}={choice}: this split of {self.name} has no rows")
         if key != "test" and choice == self.test:
             role = "training" if key == "train_split" else "validation"
@@ -412,6 +466,12 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         ]
         parts += [WANTED] * (kind == "text" and choice is None)
         parts += ["all is in one row: rows below a key are not read, write one row each"] * is_nested
+        if kind == "text" and "input_ids" in features:
+            what = f"{parts[0]}; input_ids are token ids"
+            if self._local_path():
+                remedy = f"data=tokens {typed('data.path', self.name)}"
+                raise UserError(what, remedy, mistake=typed("data.name", self.name))
+            raise UserError(f"{what}: download its parquet files, and read them with data=tokens data.path=…")
         # A text of a few words, such as a version, trains nothing.
         named = [name for name in fitting if kind != "text" or _characters(dataset, name) >= _LEAST]
         remedies = [typed(f"data.{key}", name) for name in named if not is_nested]

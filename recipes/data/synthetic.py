@@ -13,8 +13,8 @@ from torch import Tensor
 from recipes.data.images.pixels import ArrayImages
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.labelled import EncodedTexts, Encoding, LabelledDatasets, LabelledSource
-from recipes.data.text.tokenizers import Tokenizer, word_level
-from recipes.data.text.tokens import TextSource, TokenData
+from recipes.data.text.tokenizers import numbers
+from recipes.data.text.tokens import Ids, TextSource, TokenData
 from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.errors import check_number
 
@@ -54,9 +54,7 @@ class Synthetic(TextSource, ImageSource, LabelledSource):
             return np.stack([first, (7 * first + 3) % self.vocab_size], axis=1).reshape(-1).astype(kind)
 
         description = f"synthetic: {TRAIN_TOKENS:,} tokens, vocabulary {self.vocab_size:,}"
-        # ``<123>`` stands for 123.
-        numbers = word_level({f"<{number}>": number for number in range(self.vocab_size)}, r"<\d+>")
-        return TokenData(draw(0, TRAIN_TOKENS), draw(1, VALID_TOKENS), Tokenizer(numbers, "numbers"), description)
+        return TokenData(draw(0, TRAIN_TOKENS), draw(1, VALID_TOKENS), numbers(self.vocab_size), description)
 
     def labelled(self, encoding: Encoding) -> LabelledDatasets:
         """Return windows of the tokens, as long as the model takes; the first token decides the class."""
@@ -67,7 +65,7 @@ class Synthetic(TextSource, ImageSource, LabelledSource):
         pad = tokenizer.token_id("pad_token")
         assert pad is not None
 
-        def windows(tokens: np.ndarray) -> EncodedTexts:
+        def windows(tokens: Ids) -> EncodedTexts:
             rows = tokens[: len(tokens) // length * length].reshape(-1, length).astype(np.int32)
             labels = torch.from_numpy(rows[:, 0] % np.int64(self.classes))
             return EncodedTexts(Dataset.from_dict({"ids": rows}), labels, np.arange(len(rows)), pad, length)

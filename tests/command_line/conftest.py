@@ -66,7 +66,7 @@ def write_digits(folder: Path, brightness: int) -> None:
 
 @pytest.fixture
 def user_data(folder: Path) -> None:
-    """texts/ with text files, images/ with a folder per class, digits/ with small images of ten classes."""
+    """texts/ with text files, shards/ of token ids, images/ and digits/ with a folder per class."""
     from PIL import Image
 
     rng = np.random.default_rng(0)
@@ -78,6 +78,9 @@ def user_data(folder: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 256, (24, 32, 3), np.uint8)).save(path)
     write_digits(folder / "digits", 256)
+    (folder / "shards").mkdir()
+    for name in ("train.bin", "val.bin"):
+        rng.integers(0, 99, 3000).astype(np.uint16).tofile(folder / "shards" / name)
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "data/imagefolder": (*IMAGES, "data.path=images"),
     "data/own": ("recipe=bignet",),
     "data/python_docs": (*TEXT, "data.tokenizer=bytes"),
+    "data/tokens": (*TEXT, "data.path=shards"),
     "data/text": (*TEXT, "data.path=texts/0.txt", "data.vocab_size=300"),
     "experiment/gpt2_124m": (
         *TEXT, "data.name=texts", "data.tokenizer=bytes", "data.valid_fraction=0.5", "micro_batch_size=2",

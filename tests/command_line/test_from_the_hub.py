@@ -126,6 +126,7 @@ SOURCES = {
     "pull request": ("recipe=gpt2", "init_from=tiny/tagged@refs/pr/1", *TEXT),
     "tokenizer": ("recipe=gpt2", "recipe.size=nano", "data.tokenizer=tiny/gpt2", *TEXT),
     "text": (*STORY, "data.name=tiny/stories"),
+    "streamed text": (*STORY, "data.name=tiny/stories", "data.max_tokens=9000"),
     "images": ("recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=32", "data=hub", "data.name=tiny/animals"),
     "timm": ("recipe=resnet", "recipe.arch=timm/test_vit", "init_from=DEFAULT", "data=digits", "recipe.image_size=48"),
 }

@@ -32,7 +32,7 @@ from trainer.config.explain import OTHER_NAMES, known_options
         ("=optimizer.lr", "optimizer.lr: float = 0.001\n    Peak", "weight_decay"),
         (
             "data=digits data.path",
-            "data.path belongs to data=imagefolder, data=text; add one of them",
+            "data.path belongs to data=imagefolder, data=text, data=tokens; add one of them",
             "lr",
         ),
     ],

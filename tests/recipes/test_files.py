@@ -10,7 +10,7 @@ from trainer.config.compose import refusal
 
 WORDS = "Größe und Länge: a line of words.\n" * 30
 KINDS = {
-    "t10k-labels.idx1-ubyte": "not read here", "a.npy": "not read here", "a.PDF": "not read here",
+    "t10k-labels.idx1-ubyte": "not read here", "a.npy": "data=tokens", "a.PDF": "not read here",
     "a b.zip": "unpack it", "a.tar.gz": "unpack it", "a.jsonl.zst": "unpack it", "rows.csv": "data=hub",
 }  # fmt: skip
 

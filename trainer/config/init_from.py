@@ -183,10 +183,12 @@ def _tokenizer(source: InitFrom, given: str, composed: DictConfig, typed: Collec
     """Return ``data.tokenizer`` so that the text has the token ids that the weights were trained with."""
     key = "data.tokenizer"
     before, now, own = source.config.get(key), composed.data.get("tokenizer"), source.path / TOKENIZER
-    if before is None or "tokenizer" not in composed.data:
+    if key not in source.config or "tokenizer" not in composed.data:
         return {}  # of synthetic numbers, the shapes of the weights will tell
     if key in typed and now not in (before, str(own)):
         raise _contradicted(key, now, given, before)
+    if before is None and now is not None and key not in typed:
+        raise UserError(f"init_from={given} was trained on token ids without a tokenizer; give it ids, by data=tokens")
     size = "data.vocab_size"
     if size in typed and composed.data.vocab_size != source.config.get(size):
         mistake = f"{size}={composed.data.vocab_size}"

@@ -87,11 +87,11 @@ def fingerprint(*datasets: Dataset) -> str:
 
 
 def check_no_overlap(key: str, files: Sequence[str], others: Sequence[str], role: str) -> None:
-    """Refuse test data with a file that has another role, whatever it is called there: a link or a hard link.
+    """Refuse data with a file that has another role, whatever it is called there: a link or a hard link.
 
     Args:
-        key: the option that names the test data, for messages.
-        files: of the test data.
+        key: the option that names the data, for messages.
+        files: of these data.
         others: those with the other role.
         role: such as ``training``.
 
@@ -100,4 +100,5 @@ def check_no_overlap(key: str, files: Sequence[str], others: Sequence[str], role
     """
     known, compared = ({os.stat(file)[1:3]: file for file in each if os.path.exists(file)} for each in (others, files))
     if shared := [file for inode, file in compared.items() if inode in known]:  # what is missing is reported later
-        raise UserError(f"{key}: {shared[0]} is {role} data, too; set data.test to data that is used for nothing else")
+        option = key.partition("=")[0]
+        raise UserError(f"{key}: {shared[0]} is {role} data, too; set {option} to data that is used for nothing else")

@@ -71,12 +71,12 @@ class TokenizedText(TextSource):
         """The folder that ``cache_dir`` means."""
         return cache_folder() if self.cache_dir is None else Path(self.cache_dir).expanduser()
 
-    def known_tokenizer(self, tokenizer: str | None) -> Tokenizer | None:
-        """Return the tokenizer to use; None: it is made of the text. ``tokenizer`` overrides the option."""
-        if tokenizer is None and self.tokenizer in OF_TEXT:
+    def known_tokenizer(self, given: str | None) -> Tokenizer | None:
+        """Return the tokenizer that ``given`` (see ``tokens``) or the option names; None: it is made of the text."""
+        if given is None and self.tokenizer in OF_TEXT:
             return None
-        key = f"data.tokenizer={self.tokenizer}" if tokenizer is None else f"init_from={tokenizer}"
-        return open_tokenizer(tokenizer or self.tokenizer, key)
+        key = f"data.tokenizer={self.tokenizer}" if given is None else f"init_from={given}"
+        return open_tokenizer(given or self.tokenizer, key)
 
     def tokens(self, tokenizer: str | None) -> TokenData:
         train, valid = self.splits()

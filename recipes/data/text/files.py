@@ -18,7 +18,7 @@ _PACKED = (".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar")
 PACKED_BYTES = (b"\x1f\x8b", b"PK\3\4", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf", b"Rar!")
 """With what compressed files and archives begin, whatever their names."""
 _OTHERS = (
-    *(".npy", ".npz", "-ubyte", ".pkl", ".pickle", ".pt", ".pth", ".safetensors", ".mat", ".h5", ".hdf5", ".bin"),
+    *(".npz", "-ubyte", ".pkl", ".pickle", ".pt", ".pth", ".safetensors", ".mat", ".h5", ".hdf5"),
     *(".pdf", ".doc", ".docx", ".odt", ".epub", ".xls", ".xlsx", ".tfrecord", ".lmdb", ".dcm", ".nii", ".heic", ".svg"),
 )
 """Arrays, documents and images that nothing here decodes."""
@@ -57,6 +57,9 @@ def not_read(given: str, path: Path) -> UserError | None:
             )
         if lower.endswith(_PACKED):
             return UserError(f"{where} is packed; unpack it, and give what was in it")
+        if lower.endswith((".bin", ".npy")):
+            problem = f"{where} is neither text nor images, but may be token ids"
+            return UserError(problem, f"data=tokens {typed('data.path', name)}", mistake=typed(key, name))
         if lower.endswith(_OTHERS):
             return UserError(
                 f"{where} is not read here; write text as UTF-8 (data=text), rows as CSV or parquet (data=hub), images "

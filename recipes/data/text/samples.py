@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from mantissa.display import counted
-from recipes.data.text.tokens import Samples, TextDatasets, TokenData
+from recipes.data.text.tokens import Ids, Samples, TextDatasets, TokenData
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.errors import UserError
 
@@ -28,7 +28,7 @@ class Part:
         context: tokens that the model takes.
     """
 
-    def __init__(self, ids: np.ndarray, samples: Samples, context: int) -> None:
+    def __init__(self, ids: Ids, samples: Samples, context: int) -> None:
         self.ids, self.targets = ids, samples.targets
         lengths = np.diff(samples.starts)
         kept = np.minimum(lengths, context + 1)

@@ -154,15 +154,23 @@ class Tokenizer:
         (folder / "tokenizer_config.json").write_text(json.dumps(config | self.roles | template, indent=2))
 
 
-def word_level(ids: dict[str, int], pattern: str) -> Any:
-    """Return a ``tokenizers.Tokenizer`` with an id for each text that the pattern matches; all others are errors."""
+def word_level(ids: dict[str, int], pattern: str, others: str = "isolated") -> Any:
+    """Return a ``tokenizers.Tokenizer`` with an id for each text that the pattern matches; all others are errors, or
+    ``removed``.
+    """
     import tokenizers
     from tokenizers import Regex, decoders, models, pre_tokenizers
 
     backend = tokenizers.Tokenizer(models.WordLevel(ids))  # without an id for what is unknown
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), others, invert=others == "removed")
     backend.decoder = decoders.Fuse()  # no spaces between the tokens
     return backend
+
+
+def numbers(vocab_size: int) -> Tokenizer:
+    """Return a tokenizer of ids alone: ``<123>`` stands for 123; other text has no tokens."""
+    ids = {f"<{number}>": number for number in range(vocab_size)}
+    return Tokenizer(word_level(ids, r"<\d+>", others="removed"), "numbers")
 
 
 class Bytes(Tokenizer):

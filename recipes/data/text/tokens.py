@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -42,15 +42,27 @@ class Samples(NamedTuple):
     """Whether an id is to be predicted: bool, as long as the ids."""
 
 
+class Ids(Protocol):
+    """Token ids, one after the other: an array, or what is read like one."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        ...
+
+    def __getitem__(self, part: slice, /) -> np.ndarray:
+        """Return some, as a one-dimensional array of integers."""
+        ...
+
+
 @dataclass
 class TokenData:
     """A tokenised corpus: flat arrays of ids (uint16, or uint32 for large vocabularies), memory-mapped."""
 
-    train: np.ndarray
-    valid: np.ndarray
+    train: Ids
+    valid: Ids
     tokenizer: Tokenizer
     description: str
-    test: np.ndarray | None = None
+    test: Ids | None = None
     """Ids of the text for testing; None: the source has none."""
     text_bytes: Mapping[str, int] = field(default_factory=dict)
     """Length in UTF-8 of the text of each part, by its name here; empty: it is no text."""
@@ -118,7 +130,7 @@ class Windows:
         more: ids after these, which belong to the next window, too.
     """
 
-    def __init__(self, tokens: np.ndarray, window: int, more: int = 0) -> None:
+    def __init__(self, tokens: Ids, window: int, more: int = 0) -> None:
         self.tokens, self.window, self.more = tokens, window, more
 
     def __len__(self) -> int:
