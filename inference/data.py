@@ -79,11 +79,21 @@ def _with_classes(datasets: ImageDatasets, config: dict[str, Any]) -> ImageDatas
             f"the data has the class {unknown[0]!r}, which the model was not trained on (its {len(names)} classes: "
             f"{shortened(names, 5)}); leave such images out, or rename their class"
         )
+    if datasets.multi_label != config.get("multi_label", False):
+        one, several = "one label", "any number of labels"
+        gives, has = (one, several) if datasets.multi_label else (several, one)
+        raise UserError(
+            f"the model gives {gives} to an image, and in this data an image has {has}; give data like its own"
+        )
     labels = torch.tensor([names.index(name) for name in datasets.classes])
     given: dict[str, Any] = {name: getattr(datasets, name) for name in ("train", "valid", "test")}
     parts = {name: copy(part) for name, part in given.items() if part is not None}  # they share the images
     for part in parts.values():
-        part.labels = labels[part.labels]
+        if datasets.multi_label:
+            hot = torch.zeros(len(part.labels), len(names), dtype=torch.bool)
+            part.labels = hot.index_copy_(1, labels, part.labels)
+        else:
+            part.labels = labels[part.labels]
     return replace(datasets, **parts, classes=names, mean=tuple(config["mean"]), std=tuple(config["std"]))
 
 

@@ -1,0 +1,365 @@
+"""A table of the names and labels of images, beside their folder: a CSV or TSV file, or JSON lines."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import math
+import os
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from io import StringIO
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mantissa.display import counted, shortened
+from recipes.data.text.files import encoding_of, typed
+from trainer.errors import UserError
+
+log = logging.getLogger("mantissa")
+
+TABLES = (".csv", ".tsv", ".jsonl")
+WANTED = (
+    "a table has one line an image: its name in one column, and in another its label (data.label_column), several "
+    "labels (with data.label_separator), or a column of 0 and 1 for each label"
+)
+_LABEL = ("label", "labels", "class")
+_OFF, _ON = ("0", "0.0", "false"), ("1", "1.0", "true")
+"""What the columns of one label each say, in lower case."""
+_LOOKED_AT = 1000
+"""Values of a column among which a name of an image is looked for."""
+_SEPARATORS = ("|", ";", ",", " ")
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Images that have a line in a table, in the order of its lines."""
+
+    files: list[str]
+    classes: list[str]
+    labels: Tensor
+    """int64, one for each image; of several labels bool, images × classes."""
+    splits: list[str] | None
+    """What the column ``split`` says of each image; None: there is no such column."""
+    note: str
+    """How the table was read, in words."""
+
+
+def read(
+    path: Path,
+    given: str,
+    folder: str,
+    images: Sequence[str],
+    file: str | None = None,
+    label: str | list[str] | None = None,
+    separator: str | None = None,
+) -> Labelled:
+    """Read the labels of images.
+
+    The column of names is the one with a value that names an image; of several such ones that with no value twice. The
+    labels are in the only other column, in the only one that is called label, labels or class, or in all others, where
+    these have only 0 and 1.
+
+    Args:
+        path: of the table.
+        given: the option that names it, for messages.
+        folder: of the images.
+        images: those in the folder.
+        file: column of names; None: see above.
+        label: column of labels, or columns of one label each; None: see above.
+        separator: of several labels in one cell; None: it has one, or is a list.
+
+    Raises:
+        UserError: the table cannot be read, its columns cannot be told apart, a name has no image or several, an image
+            has two lines that disagree, or the labels are no classes.
+    """
+    table = _Table(given, *_json_lines(path, given) if path.suffix.lower() == ".jsonl" else _separated(path, given))
+    find = _Names(folder, path.parent, images)
+    if any(find(name) for name in table.columns):  # what looks like a heading is an image
+        table = table.without_heading()
+    column = table.file_column(find, file)
+    split = next((name for name in table.columns if name.lower() == "split" and name != column), None)
+    label = table.label_columns({column, split}, label)
+    labels, classes, empty = table.one_hot(label) if isinstance(label, list) else table.labels(label, separator)
+    rows, files = table.rows_of(column, find, labels, folder)
+    named = shortened(label) if isinstance(label, list) else label
+    unused = [name for name in table.columns if name not in (column, split, label) and name not in (label or ())]
+    twice, without = len(labels) - len(rows), len(images) - len(rows)
+    notes = [
+        f"names in column {column}, labels in {named}",
+        f"not used: {shortened(unused)}" * bool(unused),
+        f"{counted(twice, 'line')} twice" * bool(twice),
+        f"{counted(without, 'image')} without a line left out" * bool(without),
+        f"{counted(empty, 'image')} without a label" * bool(empty),
+    ]
+    splits = None if split is None else [table.columns[split][row] for row in rows]
+    return Labelled(files, classes, labels[rows], splits, ", ".join(filter(None, notes)))
+
+
+class _Table:
+    """Columns of a table: text, or lists of texts.
+
+    Args:
+        given: the option that names it, for messages.
+        columns: by name, in their order.
+        lines: the number of each row's line in the file.
+    """
+
+    def __init__(self, given: str, columns: dict[str, list[Any]], lines: list[int]) -> None:
+        self.given, self.columns, self.lines = given, columns, lines
+        if not lines:
+            raise UserError(f"{given} has no rows; {WANTED}")
+
+    def without_heading(self) -> _Table:
+        """Return the table where the first line is a row, too."""
+        columns = {f"column_{number}": [name, *cells] for number, (name, cells) in enumerate(self.columns.items(), 1)}
+        return _Table(self.given, columns, [1, *self.lines])
+
+    def error(self, problem: str, key: str = "", names: Iterable[str] = ()) -> UserError:
+        """Return what is wrong; ``names`` are columns that the option ``key`` may have."""
+        return UserError(f"{self.given}: {problem}", *(typed(key, name) for name in names))
+
+    def known(self, key: str, name: str) -> str:
+        """Return the name of a column. Raises UserError where there is none."""
+        if name not in self.columns:
+            raise self.error(f"{key}={name} is not one of its columns {shortened([*self.columns], 20)}", key, ())
+        return name
+
+    def file_column(self, find: Callable[[str], list[str]], chosen: str | None) -> str:
+        """Return the column of names."""
+        if chosen is not None:
+            return self.known("data.file_column", chosen)
+        named = [
+            name
+            for name, cells in self.columns.items()
+            if any(map(find, islice({cell: None for cell in cells if isinstance(cell, str)}, _LOOKED_AT)))
+        ]
+        single = [name for name in named if len(set(self.columns[name])) == len(self.lines)]
+        if len(named) > 1 and len(single) != 1:
+            problem = f"the columns {shortened(named)} all have names of images"
+            raise self.error(problem, "data.file_column", named)
+        if not named:
+            first = ", ".join(f"{name} ({str(cells[0])[:30]})" for name, cells in self.columns.items())
+            columns = f"columns with their first value: {first:.400}"
+            raise self.error(f"no column has a name of an image that is in data.path; {columns}; {WANTED}")
+        return named[0] if len(named) == 1 else single[0]
+
+    def label_columns(self, others: set[str | None], chosen: str | list[str] | None) -> str | list[str]:
+        """Return the column of labels, or those that are one label each."""
+        if isinstance(chosen, str):
+            return self.known("data.label_column", chosen)
+        if chosen is not None:
+            return [self.known("data.label_column", name) for name in chosen]
+        names = [name for name in self.columns if name not in others]
+        called = [name for name in names if name.lower() in _LABEL]
+        if len(names) == 1 or len(called) == 1:
+            return (called or names)[0]
+        if len(names) > 1 and not called and all(self.is_one_hot(name) for name in names):
+            return names
+        columns = f"its other columns are {shortened(names, 20)}" if names else "it has no other column"
+        problem = f"no column is known to have the labels; {columns}; {WANTED}"
+        raise self.error(problem, "data.label_column", self.repeating(names))
+
+    def repeating(self, names: Iterable[str]) -> list[str]:
+        """Return the columns whose values repeat, so that they may be classes."""
+        texts = [name for name in names if all(isinstance(cell, str) and cell for cell in self.columns[name])]
+        return [name for name in texts if 2 <= len(set(self.columns[name])) <= len(self.lines) / 2]
+
+    def is_one_hot(self, name: str) -> bool:
+        return all(isinstance(cell, str) and cell.lower() in _OFF + _ON for cell in self.columns[name])
+
+    def one_hot(self, names: list[str]) -> tuple[Tensor, list[str], int]:
+        """Return the labels of columns that are one label each, their names, and how many rows have none."""
+        for name in names:
+            if not self.is_one_hot(name):
+                row = next(row for row, cell in enumerate(self.columns[name]) if str(cell).lower() not in _OFF + _ON)
+                where = f"line {self.lines[row]} has {str(self.columns[name][row])[:60]!r} in column {name}"
+                raise self.error(f"{where}; a column of one label has 0 and 1 alone")
+        hot = np.stack([[cell.lower() in _ON for cell in self.columns[name]] for name in names], 1)
+        return torch.from_numpy(hot), names, int((~hot.any(1)).sum())
+
+    def labels(self, name: str, separator: str | None) -> tuple[Tensor, list[str], int]:
+        """Return the labels of a column, the classes, and how many rows have none."""
+        cells = self.columns[name]
+        if separator is not None:
+            cells = [_parts(cell, separator) if isinstance(cell, str) else cell for cell in cells]
+        lists = any(isinstance(cell, list) for cell in cells)
+        rows = [cell if isinstance(cell, list) else [cell] if cell else [] for cell in cells]
+        counts = Counter(label for labels in rows for label in labels)
+        classes = sorted(counts, key=_number_or_text)
+        fewer = {
+            sign: count
+            for sign in _SEPARATORS
+            if not lists and (count := len({part for cell in counts for part in _parts(cell, sign)})) < len(classes)
+        }
+        if 1 < len(classes) > counts.total() / 2:
+            problem = f"column {name} has {len(classes):,} values in {len(rows):,} rows, which are no classes"
+            remedies = [typed("data.label_separator", sign) for sign in fewer]
+            remedies += [typed("data.label_column", other) for other in self.repeating(self.columns) if other != name]
+            raise UserError(f"{self.given}: {problem}; {WANTED}", *remedies)
+        if fewer:
+            sign, count = next(iter(fewer.items()))
+            message = "%s: column %s has %d labels; with %s there would be %d, and several to an image"
+            log.warning(message, self.given, name, len(classes), typed("data.label_separator", sign), count)
+        number = {label: index for index, label in enumerate(classes)}
+        if not lists:
+            if "" in cells:
+                empty, line = cells.count(""), self.lines[cells.index("")]
+                problem = f"column {name} has no label in {counted(empty, 'line')}, such as {line}"
+                raise self.error(
+                    f"{problem}; leave such lines out, or write several labels, of which an image may have none"
+                )
+            return torch.tensor([number[label] for label in cells]), classes, 0
+        for line, labels in zip(self.lines, rows, strict=True):
+            if len(set(labels)) < len(labels):
+                twice = next(label for label in labels if labels.count(label) > 1)
+                problem = f"line {line} has {twice} twice in column {name}"
+                raise self.error(f"{problem}; write the names of the labels that the image has")
+        hot = torch.zeros(len(rows), len(classes), dtype=torch.bool)
+        places = [(row, number[label]) for row, labels in enumerate(rows) for label in labels]
+        hot[tuple(torch.tensor(places).T)] = True
+        return hot, classes, sum(not labels for labels in rows)
+
+    def rows_of(
+        self, column: str, find: Callable[[str], list[str]], labels: Tensor, folder: str
+    ) -> tuple[list[int], list[str]]:
+        """Return one row for each image that is named, and the images."""
+        rows: dict[str, int] = {}
+        missing: list[str] = []
+        for row, name in enumerate(self.columns[column]):
+            found = find(name) if isinstance(name, str) else []
+            if len(found) > 1:
+                several = f"{len(found)} images, such as {found[0]} and {found[1]}"
+                raise self.error(f"line {self.lines[row]}: {name} names {several}; write it with folder and ending")
+            if not found:
+                missing.append(f"{str(name)[:60]} (line {self.lines[row]})")
+            elif (first := rows.setdefault(found[0], row)) != row and not torch.equal(labels[first], labels[row]):
+                lines = f"lines {self.lines[first]} and {self.lines[row]}"
+                raise self.error(f"{lines} give {found[0]} different labels; leave one out")
+        if missing:
+            images = "images" if len(missing) > 1 else "image"
+            counts = f"{len(missing):,} of {len(self.lines):,} lines name {images} not in {folder}"
+            why = f"{shortened(missing, 3)}; leave such lines out, or set data.path to the folder that has all of them"
+            raise self.error(f"{counts}: {why}")
+        return [*rows.values()], [*rows]
+
+
+class _Names:
+    """Finds images by the names that a table has for them: with or without an ending, from the folder of the images or
+    of the table on; or, without a folder, by that name alone.
+    """
+
+    def __init__(self, folder: str, beside: Path, images: Sequence[str]) -> None:
+        self.places = [os.path.abspath(folder), os.path.abspath(beside)]
+        self.images = images
+
+    def __call__(self, name: str) -> list[str]:
+        """Return the images of a name: none, one, or several."""
+        name = unicodedata.normalize("NFC", name)  # an umlaut is one character or two, by the system that wrote it
+        paths = [os.path.normpath(os.path.join(place, name)) for place in self.places] if name else []
+        for path in paths:
+            if found := self.by_path.get(path) or self.by_stem.get(path):
+                return found
+        return self.by_name.get(name, [])
+
+    @cached_property
+    def by_path(self) -> dict[str, list[str]]:
+        return _grouped((os.path.abspath(image), image) for image in self.images)
+
+    @cached_property
+    def by_stem(self) -> dict[str, list[str]]:
+        return _grouped((os.path.splitext(os.path.abspath(image))[0], image) for image in self.images)
+
+    @cached_property
+    def by_name(self) -> dict[str, list[str]]:
+        names = ((os.path.basename(image), image) for image in self.images)
+        return _grouped((key, image) for name, image in names for key in (name, os.path.splitext(name)[0]))
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for key, image in pairs:
+        groups.setdefault(unicodedata.normalize("NFC", key), []).append(image)
+    return groups
+
+
+def _parts(cell: str, separator: str) -> list[str]:
+    return [part.strip() for part in cell.split(separator) if part.strip()]
+
+
+def _number_or_text(label: str) -> tuple[float, str]:
+    """Sort numbers by value, and before texts."""
+    is_number = label.removeprefix("-").replace(".", "", 1).isdecimal()
+    return float(label) if is_number else math.inf, label
+
+
+def _separated(path: Path, given: str) -> tuple[dict[str, list[Any]], list[int]]:
+    """Return columns and lines of a CSV or TSV file.
+
+    Its separator is the first of comma, semicolon and tab, in a .tsv file tab, that cuts all lines into the same number
+    of columns, two or more.
+    """
+    text, problem = _text(path, given), ""
+    for separator in ("\t",) if path.suffix.lower() == ".tsv" else (",", ";", "\t"):
+        reader = csv.reader(StringIO(text), delimiter=separator, strict=True)
+        try:
+            rows = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if row]
+        except csv.Error as error:
+            problem = problem or f"line {reader.line_num}: {error}"
+            continue
+        width = len(rows[0][1]) if rows else 0
+        odd = [f"line {line} has {counted(len(row), 'column')}" for line, row in rows if len(row) != width]
+        if width > 1 and not odd:
+            names = [name or f"column_{number}" for number, name in enumerate(rows[0][1], 1)]
+            if len(set(names)) < width:
+                twice = next(name for name in names if names.count(name) > 1)
+                raise UserError(f"{given} has two columns with the name {twice}; rename one")
+            columns = {name: [row[place] for _, row in rows[1:]] for place, name in enumerate(names)}
+            return columns, [line for line, _ in rows[1:]]
+        problem = problem or (f"{odd[0]}, the first one has {width}; repair it" if width > 1 else "")
+    raise UserError(f"{given}: {problem or 'it has one column'}; {WANTED}" if text else f"{given} is empty; {WANTED}")
+
+
+def _json_lines(path: Path, given: str) -> tuple[dict[str, list[Any]], list[int]]:
+    """Return columns and lines of a file with a JSON object in each line."""
+    rows: list[dict[str, Any]] = []
+    lines: list[int] = []
+    for number, line in enumerate(_text(path, given).split("\n"), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict):
+                shown = f"line {number} is {line.strip()[:60]!r}"
+                raise UserError(
+                    f'{given}: {shown}, and is to be an object such as {{"file_name": "1.jpg", "label": "a"}}'
+                )
+            rows.append(row)
+            lines.append(number)
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [_cell(row.get(name)) for row in rows] for name in names}, lines
+
+
+def _cell(value: Any) -> str | list[str]:
+    if isinstance(value, list):
+        return [str(_cell(part)) for part in value]
+    return "" if value is None else str(value)
+
+
+def _text(path: Path, given: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{given} is {encoding_of(path) or 'no text'}; write it anew in UTF-8") from error
+    except OSError as error:
+        raise UserError(f"{given} cannot be read ({error.strerror})") from error
