@@ -74,16 +74,16 @@ def tokens_per_byte(datasets: Datasets, split: str) -> float | None:
 def _with_classes(datasets: ImageDatasets, config: dict[str, Any]) -> ImageDatasets:
     """Return the images with the labels and the normalisation of a trained model."""
     names: list[str] = config["classes"]
-    if unknown := [name for name in datasets.classes if name not in names]:
-        raise UserError(
-            f"the data has the class {unknown[0]!r}, which the model was not trained on (its {len(names)} classes: "
-            f"{shortened(names, 5)}); leave such images out, or rename their class"
-        )
     if datasets.multi_label != config.get("multi_label", False):
         one, several = "one label", "any number of labels"
         gives, has = (one, several) if datasets.multi_label else (several, one)
         raise UserError(
             f"the model gives {gives} to an image, and in this data an image has {has}; give data like its own"
+        )
+    if unknown := [name for name in datasets.classes if name not in names]:
+        raise UserError(
+            f"the data has the class {unknown[0]!r}, which the model was not trained on (its {len(names)} classes: "
+            f"{shortened(names, 5)}); leave such images out, or rename their class"
         )
     labels = torch.tensor([names.index(name) for name in datasets.classes])
     given: dict[str, Any] = {name: getattr(datasets, name) for name in ("train", "valid", "test")}

@@ -225,10 +225,9 @@ class ResNet(Recipe):
         """Return mean average precision and F1, means over the classes, where an image may have several labels."""
         if not datasets.multi_label:
             return {}
-        from torchmetrics.classification import MultilabelAveragePrecision, MultilabelF1Score
+        from recipes.vision.metrics import MeanAveragePrecision, MeanF1
 
-        count = len(datasets.classes)
-        return {"mAP": MultilabelAveragePrecision(count), "f1_macro": MultilabelF1Score(count)}
+        return {"mAP": MeanAveragePrecision(len(datasets.classes)), "f1_macro": MeanF1(len(datasets.classes))}
 
     def _training_loss(self, model: Any, logits: Tensor, batch: Batch) -> Tensor:
         weights = None

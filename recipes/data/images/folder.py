@@ -108,21 +108,14 @@ class ImageFolder(ImageSource):
         ):
             if not Path(path).expanduser().exists():
                 raise missing(f"{key}={path}")
-        if self.labels is None:
-            for key in ("file_column", "label_column", "label_separator"):
-                if getattr(self, key) is not None:
-                    mistake = f"data.{key}"
-                    raise UserError(
-                        f"{mistake} has no effect without data.labels=…, a table of labels", "", mistake=mistake
-                    )
-        else:
+        others: Sequence[str]
+        others, why = ("file_column", "label_column", "label_separator"), "without data.labels=…, a table of labels"
+        if self.labels is not None:
+            others, why = ("test",), "with data.labels; a column split says which images are for the test"
             if not self.labels.lower().endswith(TABLES):
                 raise UserError(f"data.labels={self.labels}: the name of a table must end with {', '.join(TABLES)}")
-            if self.test is not None:
-                problem = (
-                    "data.test has no effect with data.labels; write which images are for the test into a column split"
-                )
-                raise UserError(problem, "", mistake="data.test")
+        for mistake in (f"data.{name}" for name in others if getattr(self, name) is not None):
+            raise UserError(f"{mistake} has no effect {why}", "", mistake=mistake)
         for key, path in (("data.path", self.path), ("data.test", self.test or ".")):
             if not (file := Path(path).expanduser()).is_dir():
                 if key == "data.path" and file.suffix.lower() in TABLES:
@@ -178,20 +171,22 @@ class ImageFolder(ImageSource):
             passed -= Counter([_suffix(table.name)])
         chosen = {"file": self.file_column, "label": self.label_column, "separator": self.label_separator}
         labelled = read_table(table, given, folder, images, **chosen)
-        words = labelled.splits or [os.path.relpath(file, folder).split(os.sep)[0] for file in labelled.files]
-        roles = [_SPLITS.get(word.lower()) for word in words]
-        if None in roles:
+        folders = [os.path.relpath(file, folder).split(os.sep)[0] for file in labelled.files]
+        words = [word.lower() for word in labelled.splits or folders]
+        if unknown := [word for word in words if word not in _SPLITS]:
             if labelled.splits:
-                word = words[roles.index(None)][:60]
-                raise UserError(f"{given}: column split has {word!r}, which is none of {', '.join(_SPLITS)}")
-            roles = [TRAINING] * len(roles)
+                known = ", ".join(_SPLITS)
+                raise UserError(f"{given}: column split has {unknown[0][:60]!r}, which is none of {known}")
+            words = ["train"] * len(words)
+        roles = [_SPLITS[word] for word in words]
         if TRAINING not in roles:
-            raise UserError(f"{given}: no image is for training; its splits are {', '.join(sorted({*words}))}")
+            raise UserError(f"{given}: no image is for training; the parts are {', '.join(sorted({*roles}))}")
         pairs = [*zip(labelled.files, roles, strict=True)]
         files = {part: sorted(file for file, role in pairs if role == part) for part in PARTS if part in roles}
         row = {file: number for number, file in enumerate(labelled.files)}
         labels, classes, several = labelled.labels, labelled.classes, labelled.labels.ndim > 1
-        origin = f"{given}: {labelled.note}"
+        by = "column split" if labelled.splits else "" if unknown else "folders"
+        origin = f"{given}: {labelled.note}" + f", parts by {by}" * bool(by)
         if VALIDATION not in files:
             groups: dict[str, list[str]] = {}
             for file in files[TRAINING]:

@@ -17,13 +17,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mantissa.display import counted, shortened
 from recipes.data.text.files import encoding_of, typed
-from trainer.errors import UserError
+from trainer.errors import UserError, nearest
 
 log = logging.getLogger("mantissa")
 
@@ -37,7 +36,6 @@ _OFF, _ON = ("0", "0.0", "false"), ("1", "1.0", "true")
 """What the columns of one label each say, in lower case."""
 _LOOKED_AT = 1000
 """Values of a column among which a name of an image is looked for."""
-_SEPARATORS = ("|", ";", ",", " ")
 
 
 @dataclass(frozen=True)
@@ -89,20 +87,21 @@ def read(
     column = table.file_column(find, file)
     split = next((name for name in table.columns if name.lower() == "split" and name != column), None)
     label = table.label_columns({column, split}, label)
-    labels, classes, empty = table.one_hot(label) if isinstance(label, list) else table.labels(label, separator)
+    labels, classes = (table.flags(label), label) if isinstance(label, list) else table.labels(label, separator)
     rows, files = table.rows_of(column, find, labels, folder)
-    named = shortened(label) if isinstance(label, list) else label
-    unused = [name for name in table.columns if name not in (column, split, label) and name not in (label or ())]
-    twice, without = len(labels) - len(rows), len(images) - len(rows)
+    of_labels = label if isinstance(label, list) else [label]
+    unused = [name for name in table.columns if name not in (column, split, *of_labels)]
+    twice, without, labels = len(labels) - len(rows), len(images) - len(rows), labels[rows]
+    empty = int((~labels.any(1)).sum()) if labels.ndim > 1 else 0
     notes = [
-        f"names in column {column}, labels in {named}",
+        f"names in column {column}, labels in {shortened(of_labels)}",
         f"not used: {shortened(unused)}" * bool(unused),
         f"{counted(twice, 'line')} twice" * bool(twice),
         f"{counted(without, 'image')} without a line left out" * bool(without),
         f"{counted(empty, 'image')} without a label" * bool(empty),
     ]
     splits = None if split is None else [table.columns[split][row] for row in rows]
-    return Labelled(files, classes, labels[rows], splits, ", ".join(filter(None, notes)))
+    return Labelled(files, classes, labels, splits, ", ".join(filter(None, notes)))
 
 
 class _Table:
@@ -131,7 +130,8 @@ class _Table:
     def known(self, key: str, name: str) -> str:
         """Return the name of a column. Raises UserError where there is none."""
         if name not in self.columns:
-            raise self.error(f"{key}={name} is not one of its columns {shortened([*self.columns], 20)}", key, ())
+            near = nearest(name, self.columns)
+            raise self.error(f"{key}={name} is not one of its columns{near} ({shortened([*self.columns], 20)})")
         return name
 
     def file_column(self, find: Callable[[str], list[str]], chosen: str | None) -> str:
@@ -163,7 +163,7 @@ class _Table:
         called = [name for name in names if name.lower() in _LABEL]
         if len(names) == 1 or len(called) == 1:
             return (called or names)[0]
-        if len(names) > 1 and not called and all(self.is_one_hot(name) for name in names):
+        if len(names) > 1 and not called and not self.no_flag(names):
             return names
         columns = f"its other columns are {shortened(names, 20)}" if names else "it has no other column"
         problem = f"no column is known to have the labels; {columns}; {WANTED}"
@@ -174,60 +174,50 @@ class _Table:
         texts = [name for name in names if all(isinstance(cell, str) and cell for cell in self.columns[name])]
         return [name for name in texts if 2 <= len(set(self.columns[name])) <= len(self.lines) / 2]
 
-    def is_one_hot(self, name: str) -> bool:
-        return all(isinstance(cell, str) and cell.lower() in _OFF + _ON for cell in self.columns[name])
+    def no_flag(self, names: Iterable[str]) -> str:
+        """Return where columns have something else than 0 and 1, in words."""
+        cells = ((name, row, str(cell)) for name in names for row, cell in enumerate(self.columns[name]))
+        wrong = ((name, row, cell) for name, row, cell in cells if cell.lower() not in _OFF + _ON)
+        return next((f"line {self.lines[row]} has {cell[:60]!r} in column {name}" for name, row, cell in wrong), "")
 
-    def one_hot(self, names: list[str]) -> tuple[Tensor, list[str], int]:
-        """Return the labels of columns that are one label each, their names, and how many rows have none."""
-        for name in names:
-            if not self.is_one_hot(name):
-                row = next(row for row, cell in enumerate(self.columns[name]) if str(cell).lower() not in _OFF + _ON)
-                where = f"line {self.lines[row]} has {str(self.columns[name][row])[:60]!r} in column {name}"
-                raise self.error(f"{where}; a column of one label has 0 and 1 alone")
-        hot = np.stack([[cell.lower() in _ON for cell in self.columns[name]] for name in names], 1)
-        return torch.from_numpy(hot), names, int((~hot.any(1)).sum())
+    def flags(self, names: list[str]) -> Tensor:
+        """Return the labels of columns that are one label each, bool, rows × columns."""
+        if where := self.no_flag(names):
+            raise self.error(f"{where}; a column of one label has 0 and 1 alone")
+        return torch.tensor([[cell.lower() in _ON for cell in self.columns[name]] for name in names]).T
 
-    def labels(self, name: str, separator: str | None) -> tuple[Tensor, list[str], int]:
-        """Return the labels of a column, the classes, and how many rows have none."""
+    def labels(self, name: str, separator: str | None) -> tuple[Tensor, list[str]]:
+        """Return the labels of a column, and the classes."""
         cells = self.columns[name]
         if separator is not None:
             cells = [_parts(cell, separator) if isinstance(cell, str) else cell for cell in cells]
-        lists = any(isinstance(cell, list) for cell in cells)
+        several = any(isinstance(cell, list) for cell in cells)
         rows = [cell if isinstance(cell, list) else [cell] if cell else [] for cell in cells]
         counts = Counter(label for labels in rows for label in labels)
         classes = sorted(counts, key=_number_or_text)
-        fewer = {
-            sign: count
-            for sign in _SEPARATORS
-            if not lists and (count := len({part for cell in counts for part in _parts(cell, sign)})) < len(classes)
-        }
+        signs = () if several else ("|", ";", ",", " ")
+        parts = {sign: {part for cell in counts for part in _parts(cell, sign)} for sign in signs}
+        fewer = {typed("data.label_separator", sign): len(of) for sign, of in parts.items() if len(of) < len(classes)}
         if 1 < len(classes) > counts.total() / 2:
             problem = f"column {name} has {len(classes):,} values in {len(rows):,} rows, which are no classes"
-            remedies = [typed("data.label_separator", sign) for sign in fewer]
-            remedies += [typed("data.label_column", other) for other in self.repeating(self.columns) if other != name]
-            raise UserError(f"{self.given}: {problem}; {WANTED}", *remedies)
-        if fewer:
-            sign, count = next(iter(fewer.items()))
+            others = [typed("data.label_column", other) for other in self.repeating(self.columns) if other != name]
+            raise UserError(f"{self.given}: {problem}; name the column of labels", *fewer, *others)
+        for option, count in [*fewer.items()][:1]:
             message = "%s: column %s has %d labels; with %s there would be %d, and several to an image"
-            log.warning(message, self.given, name, len(classes), typed("data.label_separator", sign), count)
-        number = {label: index for index, label in enumerate(classes)}
-        if not lists:
-            if "" in cells:
-                empty, line = cells.count(""), self.lines[cells.index("")]
-                problem = f"column {name} has no label in {counted(empty, 'line')}, such as {line}"
-                raise self.error(
-                    f"{problem}; leave such lines out, or write several labels, of which an image may have none"
-                )
-            return torch.tensor([number[label] for label in cells]), classes, 0
+            log.warning(message, self.given, name, len(classes), option, count)
+        place = {label: index for index, label in enumerate(classes)}
         for line, labels in zip(self.lines, rows, strict=True):
+            if not (labels or several):
+                raise self.error(f"line {line} has no label in column {name}; leave such lines out")
             if len(set(labels)) < len(labels):
-                twice = next(label for label in labels if labels.count(label) > 1)
-                problem = f"line {line} has {twice} twice in column {name}"
+                problem = f"line {line} has a label twice in column {name} ({', '.join(labels):.60})"
                 raise self.error(f"{problem}; write the names of the labels that the image has")
+        if not several:
+            return torch.tensor([place[label] for (label,) in rows]), classes
         hot = torch.zeros(len(rows), len(classes), dtype=torch.bool)
-        places = [(row, number[label]) for row, labels in enumerate(rows) for label in labels]
-        hot[tuple(torch.tensor(places).T)] = True
-        return hot, classes, sum(not labels for labels in rows)
+        places = [(row, place[label]) for row, labels in enumerate(rows) for label in labels]
+        hot[torch.tensor(places, dtype=torch.int64).reshape(-1, 2).unbind(1)] = True
+        return hot, classes
 
     def rows_of(
         self, column: str, find: Callable[[str], list[str]], labels: Tensor, folder: str
@@ -314,7 +304,7 @@ def _separated(path: Path, given: str) -> tuple[dict[str, list[Any]], list[int]]
         try:
             rows = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if row]
         except csv.Error as error:
-            problem = problem or f"line {reader.line_num}: {error}"
+            problem = problem or f"line {reader.line_num}: {error}, as where a quote does not end"
             continue
         width = len(rows[0][1]) if rows else 0
         odd = [f"line {line} has {counted(len(row), 'column')}" for line, row in rows if len(row) != width]
@@ -326,7 +316,7 @@ def _separated(path: Path, given: str) -> tuple[dict[str, list[Any]], list[int]]
             columns = {name: [row[place] for _, row in rows[1:]] for place, name in enumerate(names)}
             return columns, [line for line, _ in rows[1:]]
         problem = problem or (f"{odd[0]}, the first one has {width}; repair it" if width > 1 else "")
-    raise UserError(f"{given}: {problem or 'it has one column'}; {WANTED}" if text else f"{given} is empty; {WANTED}")
+    raise UserError(f"{given}: {problem or f'it is empty, or has one column; {WANTED}'}")
 
 
 def _json_lines(path: Path, given: str) -> tuple[dict[str, list[Any]], list[int]]:
@@ -351,9 +341,7 @@ def _json_lines(path: Path, given: str) -> tuple[dict[str, list[Any]], list[int]
 
 
 def _cell(value: Any) -> str | list[str]:
-    if isinstance(value, list):
-        return [str(_cell(part)) for part in value]
-    return "" if value is None else str(value)
+    return [str(part) for part in value] if isinstance(value, list) else "" if value is None else str(value)
 
 
 def _text(path: Path, given: str) -> str:

@@ -94,7 +94,8 @@ class ImageSource(DataSource):
         Raises:
             UserError: there are too few images of each class, or of one class only.
         """
-        if len(parts["training"].labels.unique()) < 2:
+        labels = parts["training"].labels
+        if len(labels.unique() if labels.ndim == 1 else labels.any(0).nonzero()) < 2:
             raise UserError(f"{where} has images of one class only; two are needed")
         if not len(parts["validation"]):
             raise UserError(f"{where} has too few images of each class: none can be kept for validation")
