@@ -100,7 +100,7 @@ class Metrics:
         for name, kind in self._named.items():
             if name not in self._metrics:
                 classes, options = "num_classes", {"validate_args": False} | NAMED[name][1]
-                if output.targets.shape == predictions.shape:  # any number of labels to a sample
+                if getattr(output.targets, "shape", None) == predictions.shape:  # any number of labels to a sample
                     from torchmetrics import classification
 
                     classes, kind = "num_labels", getattr(classification, f"Multilabel{NAMED[name][0]}", None)

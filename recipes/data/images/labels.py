@@ -11,7 +11,6 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from io import StringIO
 from itertools import islice
 from pathlib import Path
@@ -143,7 +142,7 @@ class _Table:
             for name, cells in self.columns.items()
             if any(map(find, islice({cell: None for cell in cells if isinstance(cell, str)}, _LOOKED_AT)))
         ]
-        single = [name for name in named if len(set(self.columns[name])) == len(self.lines)]
+        single = [name for name in named if len({*map(str, self.columns[name])}) == len(self.lines)]
         if len(named) > 1 and len(single) != 1:
             problem = f"the columns {shortened(named)} all have names of images"
             raise self.error(problem, "data.file_column", named)
@@ -249,37 +248,29 @@ class _Names:
     """
 
     def __init__(self, folder: str, beside: Path, images: Sequence[str]) -> None:
-        self.places = [os.path.abspath(folder), os.path.abspath(beside)]
-        self.images = images
+        root = os.path.abspath(folder)
+        self.places = dict.fromkeys([root, os.path.abspath(beside)])
+        self.whole: dict[str, list[str]] = {}
+        self.short: dict[str, list[str]] = {}
+        for image in images:
+            path = _composed(f"{root}/{image[len(folder) :].lstrip('/')}")
+            stem = path[: path.rindex(".")]
+            self.whole.setdefault(path, []).append(image)
+            for key in {stem, path[path.rindex("/") + 1 :], stem[path.rindex("/") + 1 :]}:
+                self.short.setdefault(key, []).append(image)
 
     def __call__(self, name: str) -> list[str]:
         """Return the images of a name: none, one, or several."""
-        name = unicodedata.normalize("NFC", name)  # an umlaut is one character or two, by the system that wrote it
-        paths = [os.path.normpath(os.path.join(place, name)) for place in self.places] if name else []
-        for path in paths:
-            if found := self.by_path.get(path) or self.by_stem.get(path):
-                return found
-        return self.by_name.get(name, [])
-
-    @cached_property
-    def by_path(self) -> dict[str, list[str]]:
-        return _grouped((os.path.abspath(image), image) for image in self.images)
-
-    @cached_property
-    def by_stem(self) -> dict[str, list[str]]:
-        return _grouped((os.path.splitext(os.path.abspath(image))[0], image) for image in self.images)
-
-    @cached_property
-    def by_name(self) -> dict[str, list[str]]:
-        names = ((os.path.basename(image), image) for image in self.images)
-        return _grouped((key, image) for name, image in names for key in (name, os.path.splitext(name)[0]))
+        name = _composed(name)
+        paths = [name if name.startswith("/") else f"{place}/{name}" for place in self.places]
+        if "./" in name:
+            paths = [os.path.normpath(path) for path in paths]
+        tried = (known.get(path) for path in paths for known in (self.whole, self.short))
+        return next(filter(None, tried), self.short.get(name, []))
 
 
-def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {}
-    for key, image in pairs:
-        groups.setdefault(unicodedata.normalize("NFC", key), []).append(image)
-    return groups
+def _composed(name: str) -> str:
+    return unicodedata.normalize("NFC", name)  # an umlaut is one character or two, by the system that wrote the name
 
 
 def _parts(cell: str, separator: str) -> list[str]:
