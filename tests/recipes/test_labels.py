@@ -80,6 +80,11 @@ ONE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "semicolons": (rows("id", str, "label", kind, separator=";"), "labels.csv", {}),
     "tabs": (rows("id", str, "label", kind, separator="\t"), "labels.tsv", {}),
     "without a heading": (PLAIN.partition("\n")[2], "labels.csv", {}),
+    "without a heading, a value twice in the first line": (
+        "9.png,b,b\n" + rows("id", "{}.png".format, "x", kind, "y", kind).partition("\n")[2],
+        "labels.csv",
+        {"label_column": "column_2"},
+    ),
     "spaces, blank lines and a mark": (
         "\ufeff" + PLAIN.replace(",", " , ").replace("\n", "\r\n\r\n"),
         "labels.csv",
@@ -184,7 +189,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "one image in two lines": (PLAIN + "2.png,a\n", "lines 4 and 12 give PATH/photos/2.png different labels"),
     "two labels of one name": (
         rows("id", "{}.png".format, "label", kind, "label", kind),
-        "two columns with the name label",
+        "its other columns are column_2, column_3",
     ),
     "a split of another name": (
         rows("id", "{}.png".format, "label", kind, "split", lambda _: "dev"),
@@ -249,7 +254,9 @@ def test_other_mistakes_name_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "wide.csv").write_text(PLAIN, encoding="utf-16")
     with pytest.raises(UserError, match="is utf-16; write it anew in UTF-8"):
         ImageFolder(path=str(tmp_path / "photos"), labels=str(tmp_path / "wide.csv")).images(8)
-    for options in ({"label_separator": " "}, {"labels": str(tmp_path / "labels.csv"), "test": str(tmp_path)}):
+    without: list[dict[str, Any]] = [{"label_separator": " "}]
+    without += [{"labels": str(tmp_path / "labels.csv"), "test": str(tmp_path)}]
+    for options in without:
         with pytest.raises(UserError, match="has no effect"):
             ImageFolder(path=str(tmp_path / "photos"), **options)
 

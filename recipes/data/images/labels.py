@@ -79,11 +79,11 @@ def read(
         UserError: the table cannot be read, its columns cannot be told apart, a name has no image or several, an image
             has two lines that disagree, or the labels are no classes.
     """
-    table = _Table(given, *_json_lines(path, given) if path.suffix.lower() == ".jsonl" else _separated(path, given))
+    table = _Table(given, *(_json_lines if path.suffix.lower() == ".jsonl" else _separated)(path, given))
     find = _Names(folder, path.parent, images)
-    if any(find(name) for name in table.columns):  # what looks like a heading is an image
-        table = table.without_heading()
     column = table.file_column(find, file)
+    if find(column):  # the first line is no heading
+        column = table.without_heading(column)
     split = next((name for name in table.columns if name.lower() == "split" and name != column), None)
     label = table.label_columns({column, split}, label)
     labels, classes = (table.flags(label), label) if isinstance(label, list) else table.labels(label, separator)
@@ -104,23 +104,30 @@ def read(
 
 
 class _Table:
-    """Columns of a table: text, or lists of texts.
+    """Columns of a table: text, or lists of texts. Without a name of its own a column is called ``column_2``.
 
     Args:
         given: the option that names it, for messages.
-        columns: by name, in their order.
+        heading: the names of the columns.
+        rows: the cells, each of a row.
         lines: the number of each row's line in the file.
     """
 
-    def __init__(self, given: str, columns: dict[str, list[Any]], lines: list[int]) -> None:
-        self.given, self.columns, self.lines = given, columns, lines
+    def __init__(self, given: str, heading: list[str], rows: list[list[Any]], lines: list[int]) -> None:
+        self.given, self.heading, self.lines = given, heading, lines
         if not lines:
             raise UserError(f"{given} has no rows; {WANTED}")
+        own = [name if name and heading.count(name) == 1 else "" for name in heading]
+        names = [name or f"column_{number}" for number, name in enumerate(own, 1)]
+        self.columns: dict[str, list[Any]] = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
 
-    def without_heading(self) -> _Table:
-        """Return the table where the first line is a row, too."""
-        columns = {f"column_{number}": [name, *cells] for number, (name, cells) in enumerate(self.columns.items(), 1)}
-        return _Table(self.given, columns, [1, *self.lines])
+    def without_heading(self, column: str) -> str:
+        """Make a row of the heading; return the new name of a column."""
+        place = [*self.columns].index(column)
+        cells = zip(self.heading, self.columns.values(), strict=True)
+        self.columns = {f"column_{number}": [name, *rest] for number, (name, rest) in enumerate(cells, 1)}
+        self.lines = [1, *self.lines]
+        return f"column_{place + 1}"
 
     def error(self, problem: str, key: str = "", names: Iterable[str] = ()) -> UserError:
         """Return what is wrong; ``names`` are columns that the option ``key`` may have."""
@@ -283,8 +290,8 @@ def _number_or_text(label: str) -> tuple[float, str]:
     return float(label) if is_number else math.inf, label
 
 
-def _separated(path: Path, given: str) -> tuple[dict[str, list[Any]], list[int]]:
-    """Return columns and lines of a CSV or TSV file.
+def _separated(path: Path, given: str) -> tuple[list[str], list[list[Any]], list[int]]:
+    """Return the heading, the rows, and the numbers of their lines, of a CSV or TSV file.
 
     Its separator is the first of comma, semicolon and tab, in a .tsv file tab, that cuts all lines into the same number
     of columns, two or more.
@@ -300,18 +307,13 @@ def _separated(path: Path, given: str) -> tuple[dict[str, list[Any]], list[int]]
         width = len(rows[0][1]) if rows else 0
         odd = [f"line {line} has {counted(len(row), 'column')}" for line, row in rows if len(row) != width]
         if width > 1 and not odd:
-            names = [name or f"column_{number}" for number, name in enumerate(rows[0][1], 1)]
-            if len(set(names)) < width:
-                twice = next(name for name in names if names.count(name) > 1)
-                raise UserError(f"{given} has two columns with the name {twice}; rename one")
-            columns = {name: [row[place] for _, row in rows[1:]] for place, name in enumerate(names)}
-            return columns, [line for line, _ in rows[1:]]
+            return rows[0][1], [row for _, row in rows[1:]], [line for line, _ in rows[1:]]
         problem = problem or (f"{odd[0]}, the first one has {width}; repair it" if width > 1 else "")
     raise UserError(f"{given}: {problem or f'it is empty, or has one column; {WANTED}'}")
 
 
-def _json_lines(path: Path, given: str) -> tuple[dict[str, list[Any]], list[int]]:
-    """Return columns and lines of a file with a JSON object in each line."""
+def _json_lines(path: Path, given: str) -> tuple[list[str], list[list[Any]], list[int]]:
+    """Return the same of a file with a JSON object in each line."""
     rows: list[dict[str, Any]] = []
     lines: list[int] = []
     for number, line in enumerate(_text(path, given).split("\n"), 1):
@@ -327,8 +329,8 @@ def _json_lines(path: Path, given: str) -> tuple[dict[str, list[Any]], list[int]
                 )
             rows.append(row)
             lines.append(number)
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [_cell(row.get(name)) for row in rows] for name in names}, lines
+    names = [*dict.fromkeys(name for row in rows for name in row)]
+    return names, [[_cell(row.get(name)) for name in names] for row in rows], lines
 
 
 def _cell(value: Any) -> str | list[str]:
