@@ -42,9 +42,8 @@ class Photos(FolderImages):
     """
 
     def __init__(self, files: Sequence[Path], config: dict[str, Any]) -> None:
-        several = torch.zeros(len(files), len(config["classes"]), dtype=torch.bool)
-        labels = several if config.get("multi_label") else torch.zeros(len(files), dtype=torch.int64)
-        super().__init__([str(file) for file in files], labels)
+        shape = [len(files), len(config["classes"])] if config.get("multi_label") else [len(files)]
+        super().__init__([str(file) for file in files], torch.zeros(shape, dtype=torch.int64))
         self.image_size, self.augment = config["image_size"], ImageNet(eval_crop=config["evaluated_part"])
 
     def decoded(self, index: int) -> tuple[Image.Image, int]:
