@@ -48,9 +48,11 @@ def open_data(run: RunConfig, exported: Exported, split: str) -> Datasets:
         raise UserError(problem, *error.remedies, mistake=error.mistake) from error
     if isinstance(datasets, ImageDatasets) and "classes" in exported.config:
         colours = {name: tuple(exported.config[name]) for name in ("mean", "std")}
-        return replace(_with_classes(datasets, exported.config["classes"]), **colours)
+        known = _with_classes(datasets, exported.config["classes"], exported.config.get("multi_label", False))
+        return replace(known, **colours)
     if isinstance(datasets, LabelledDatasets):
-        return _with_classes(datasets, [*exported.config["id2label"].values()])
+        multi_label = exported.config.get("problem_type") == "multi_label_classification"
+        return _with_classes(datasets, [*exported.config["id2label"].values()], multi_label)
     if isinstance(datasets, TextDatasets):
         exported.check_tokens(f"data={config.data.kind}", datasets.vocabulary)
     return datasets
@@ -84,8 +86,12 @@ def tokens_per_byte(datasets: Datasets, split: str) -> float | None:
     return sum(len(getattr(tokens, part)) for part in parts) / sum(tokens.text_bytes[part] for part in parts)
 
 
-def _with_classes(datasets: Any, names: list[str]) -> Any:
+def _with_classes(datasets: Any, names: list[str], multi_label: bool) -> Any:
     """Return labelled images or texts with the classes of a trained model."""
+    if datasets.multi_label != multi_label:
+        one, several = "one label", "any number of labels"
+        gives, has = (one, several) if datasets.multi_label else (several, one)
+        raise UserError(f"the model gives {gives} to a sample, and in this data one has {has}; give data like its own")
     if unknown := [name for name in datasets.classes if name not in names]:
         raise UserError(
             f"the data has the class {unknown[0]!r}, which the model was not trained on (its {len(names)} classes: "

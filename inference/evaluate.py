@@ -38,6 +38,9 @@ from trainer.tracking.plots import bare_figure, plain
 
 CLASSES_SHOWN = 30
 """Classes in the terminal's table; of more, those with the lowest F1."""
+SURE = 0.5
+"""Probability above which an image that may have several labels is given one."""
+_SCORES = ("precision", "recall", "f1", "samples")
 NAMES_DRAWN = 60
 """Classes up to which the picture names them; it has numbers up to half as many."""
 
@@ -131,8 +134,9 @@ def measure(exported: Exported, run: RunConfig, split: str, at_least: int) -> Me
             output = recipe.loss(model, batch)
         metrics.update(output)
         sums.append({"loss": output.loss_sum, **output.metric_sums})
-        if classes and output.predictions is not None and output.targets.dim() == 1:  # one class for each
-            given.append((output.targets, output.predictions.argmax(1)))
+        if classes and output.predictions is not None:
+            several = output.targets.ndim > 1
+            given.append((output.targets, output.predictions if several else output.predictions.argmax(1)))
         return sums[-1]
 
     def count(batch: Batch) -> int:
@@ -212,21 +216,33 @@ def _several(results: dict[str, Measured], unit: str) -> dict[str, Any]:
 
 
 def write_classes(folder: Path, result: Measured) -> None:
-    """Print how well a classifier does on each class, and write classes.csv, confusion.csv and confusion.png.
+    """Print how well a classifier does on each class, and write classes.csv; of one label an image also confusion.csv
+    and confusion.png.
 
     They have the classes that occur or were given; a number without a denominator is left out.
     """
     import pandas as pd
-    from sklearn.metrics import ConfusionMatrixDisplay, confusion_matrix, precision_recall_fscore_support
+    from sklearn.metrics import (
+        ConfusionMatrixDisplay,
+        average_precision_score,
+        confusion_matrix,
+        precision_recall_fscore_support,
+    )
 
     labels, given = (torch.cat(parts).cpu().numpy() for parts in zip(*result.given, strict=True))
+    if labels.ndim > 1:
+        present = np.flatnonzero(labels.any(0) | (given > SURE).any(0))
+        labels, given = labels[:, present], given[:, present]
+        scores = precision_recall_fscore_support(labels, given > SURE, zero_division=np.nan)
+        table = pd.DataFrame(dict(zip(_SCORES, scores, strict=True)), [result.classes[index] for index in present])
+        pairs = zip(labels.T, given.T, strict=True)
+        table["average_precision"] = [average_precision_score(*pair) if pair[0].any() else np.nan for pair in pairs]
+        _write_table(folder, table)
+        return
     present = np.union1d(labels, given).tolist()  # the model may have more outputs than the data has classes
     names = [result.classes[index] if index < len(result.classes) else str(index) for index in present]
     scores = precision_recall_fscore_support(labels, given, labels=present, zero_division=np.nan)
-    table = pd.DataFrame(dict(zip(("precision", "recall", "f1", "samples"), scores, strict=True)), names)
-    table.to_csv(folder / "classes.csv", index_label="name")
-    shown = table if len(names) <= CLASSES_SHOWN else table.sort_values("f1").head(CLASSES_SHOWN)
-    print(f"\n{shown.to_string(float_format='{:.3f}'.format, na_rep='–')}")
+    _write_table(folder, pd.DataFrame(dict(zip(_SCORES, scores, strict=True)), names))
     cells = confusion_matrix(labels, given, labels=present)
     pd.DataFrame(cells, names, names).to_csv(folder / "confusion.csv", index_label="class \\ given")
     side = min(14.0, 3 + 0.42 * len(names))
@@ -249,3 +265,9 @@ def write_classes(folder: Path, result: Measured) -> None:
     if len(names) > NAMES_DRAWN:
         axes.set(xticks=[], yticks=[])
     figure.savefig(folder / "confusion.png")
+
+
+def _write_table(folder: Path, table: Any) -> None:
+    table.to_csv(folder / "classes.csv", index_label="name")
+    shown = table if len(table) <= CLASSES_SHOWN else table.sort_values("f1").head(CLASSES_SHOWN)
+    print(f"\n{shown.to_string(float_format='{:.3f}'.format, na_rep='–')}")

@@ -39,7 +39,8 @@ class Measured:
     classes: list[str]
     """Names of the classes; empty where the data has none."""
     given: list[tuple[Tensor, Tensor]]
-    """Class of each sample, and the one that the model gives it, of each batch."""
+    """Class of each sample, and the one that the model gives it, of each batch; of several labels to a sample 0 and 1,
+    and the probabilities, samples × classes."""
 
 
 def compared(results: dict[str, Measured]) -> dict[str, Costs]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from inference.evaluate import SURE
 from inference.load import Exported
 from inference.options import PredictOptions
 from inference.run_config import RunConfig, configure
@@ -41,7 +42,8 @@ class Photos(FolderImages):
     """
 
     def __init__(self, files: Sequence[Path], config: dict[str, Any]) -> None:
-        super().__init__({"": [str(file) for file in files]}, [""])
+        shape = [len(files), len(config["classes"])] if config.get("multi_label") else [len(files)]
+        super().__init__([str(file) for file in files], torch.zeros(shape, dtype=torch.int64))
         self.image_size, self.augment = config["image_size"], ImageNet(eval_crop=config["evaluated_part"])
 
     def decoded(self, index: int) -> tuple[Image.Image, int]:
@@ -57,7 +59,10 @@ class Photos(FolderImages):
 
 @on_error_stream()
 def predict(arguments: list[str]) -> int:
-    """Print the most probable classes of each photo, and write them as CSV; 1: some cannot be read."""
+    """Print the most probable classes of each photo, and write them as CSV; 1: some cannot be read.
+
+    Where a photo may have several labels, print those above ``SURE``, and write the probability of each.
+    """
     options, overrides = parse(arguments, PredictOptions, "overrides")
     exported = options.find()
     if "classes" not in exported.config:
@@ -72,23 +77,25 @@ def predict(arguments: list[str]) -> int:
         raise UserError(f"path={path}: no images in this folder (looked for {', '.join(EXTENSIONS)}{passed})")
     run = configure(exported, overrides, with_data=False)
     names: list[str] = exported.config["classes"]
-    top = min(options.top, len(names))
+    several = exported.config.get("multi_label", False)
+    top = len(names) if several else min(options.top, len(names))
     target = Path(options.output).expanduser() if options.output else exported.results / "predictions.csv"
     width, classified = max(len(str(file)) for file in files), 0
-    heading = ["path", *(f"{what}_{place}" for place in range(1, top + 1) for what in ("class", "probability"))]
+    ranks = [f"{what}_{place}" for place in range(1, top + 1) for what in ("class", "probability")]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("w", newline="", encoding="utf-8") as table:
             rows = csv.writer(table)
-            rows.writerow(heading)
+            rows.writerow(["path", *(names if several else ranks)])
             for file, best in zip(files, _predictions(exported, run, files, options.batch_size, top), strict=True):
                 if not best:
                     print(f"{file} cannot be read as an image; it is left out", file=sys.stderr)
                     continue
                 classified += 1
-                rows.writerow([file, *(part for index, share in best for part in (names[index], share))])
-                shown = "  ".join(f"{names[index]} {share:.3f}" for index, share in best)
-                print(f"{file!s:<{width}}  {shown}")
+                ranked = [part for index, share in best for part in (names[index], share)]
+                rows.writerow([file, *([share for _, share in sorted(best)] if several else ranked)])
+                given = [f"{names[index]} {share:.3f}" for index, share in best if not several or share > SURE]
+                print(f"{file!s:<{width}}  {'  '.join(given) or f'no label above {SURE}'}")
     except OSError as error:
         raise UserError(f"output={target} cannot be written ({error.strerror}); choose another file") from error
     if not classified:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from trainer.errors import UserError, check_choice, check_number, check_range
 from trainer.hardware import Hardware
 from trainer.recipe import Context, DataSource, Decision, LossOutput, Recipe, Sizes
 
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
 ON_CPU = "resnet18"
 TOP5_FROM = 10
 """With fewer classes, a guess is in the first five too often for top-5 to say anything."""
@@ -27,15 +30,17 @@ TOP5_FROM = 10
 
 @dataclass
 class ResNet(Recipe):
-    """Images to classes: cross-entropy, top-1 and, from ten classes on, top-5.
+    """Images to classes: cross-entropy, top-1 and, from ten classes on, top-5; with several labels to an image binary
+    cross-entropy, mAP and F1.
 
-    Evaluation reports plain cross-entropy, whatever the training loss is, so that runs can be compared.
+    Evaluation reports the plain loss, whatever the training loss is, so that runs can be compared.
     """
 
     name: ClassVar[str] = "resnet"
     unit: ClassVar[str] = "images"
     mixes_images: ClassVar[bool] = True
     known_sum = True
+    rising: ClassVar[tuple[str, ...]] = (*Recipe.rising, "exact_match")
     fine_tuning_lr: ClassVar[float | None] = 0.1  # Kornblith et al. 2019: SGD at about 0.01, where training takes 0.1
     architecture: ClassVar[tuple[str, ...]] = ("arch",)
     adjustable: ClassVar[tuple[str, ...]] = ("image_size", "mean", "std")
@@ -62,8 +67,9 @@ class ResNet(Recipe):
     label_smoothing: float = 0.0
     """Label smoothing of the training loss: the part of the target spread evenly over all classes; usual: 0.1 (Szegedy
     et al. 2016)."""
-    criterion: str = "cross_entropy"
-    """The training loss: ``cross_entropy``, or ``bce``: binary cross-entropy of each class (Wightman et al. 2021)."""
+    criterion: str = "auto"
+    """The training loss: ``cross_entropy``, or ``bce``: binary cross-entropy of each class (Wightman et al. 2021).
+    auto: ``bce`` where an image may have several labels."""
     bce_threshold: float | None = None
     """Threshold of ``bce``: targets of mixed images above it become 1, all others 0; null: they stay fractions."""
     class_weights: Any = None
@@ -95,7 +101,8 @@ class ResNet(Recipe):
     def resolve(self, context: Context) -> tuple[Self, list[Decision]]:
         """Choose the architecture, or check the requested one; of open data, say what becomes of pretrained weights."""
         if context.datasets is not None:
-            return self, [] if self.pretrained is None else [self._about_weights(context.datasets)]
+            recipe, decisions = self._with_criterion(context.datasets)
+            return recipe, decisions + ([] if self.pretrained is None else [self._about_weights(context.datasets)])
         _image_source(context.data)
         choices = {} if self.pretrained is None else pretrained.exported_config(self.pretrained)
         why = "that of init_from"
@@ -137,6 +144,16 @@ class ResNet(Recipe):
             return datasets
         return replace(datasets, mean=tuple(self.mean), std=tuple(self.std))
 
+    def _with_criterion(self, datasets: ImageDatasets) -> tuple[Self, list[Decision]]:
+        if not datasets.multi_label:
+            return replace(self, criterion="cross_entropy" if self.criterion == "auto" else self.criterion), []
+        if self.criterion == "cross_entropy":
+            mistake = "recipe.criterion=cross_entropy"
+            problem = f"{mistake} is for one label to an image, and these data may have several"
+            raise UserError(problem, "recipe.criterion=bce", "", mistake=mistake)
+        decision = Decision("recipe.criterion", "bce", "an image may have several labels")
+        return self.with_options([decision]), [decision] * (self.criterion == "auto")
+
     def _about_weights(self, datasets: ImageDatasets) -> Decision:
         """Return what becomes of the pretrained weights."""
         colours = ", ".join(f"{value:.3g}" for value in (*datasets.mean, *datasets.std))
@@ -168,7 +185,7 @@ class ResNet(Recipe):
         return architectures.blocks(model)
 
     def count_targets(self, batch: Batch) -> int:
-        """Return the number of labels, which is the number of images."""
+        """Return the number of images."""
         return len(batch["label"])
 
     def loss(self, model: Any, batch: Batch) -> LossOutput:
@@ -179,6 +196,8 @@ class ResNet(Recipe):
         label = batch["label"]
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         logits = model(mixing.apply(model.normalise(batch["image"], layout), batch)).float()
+        if label.ndim > 1:
+            return self._multi_label(model, logits, batch)
         loss_sum = (
             self._training_loss(model, logits, batch) if model.training else objective.cross_entropy(logits, batch)
         )
@@ -189,6 +208,26 @@ class ResNet(Recipe):
             sums["top5"] = right.sum(dtype=torch.float32)
         shares = None if model.training else logits.detach().softmax(1)
         return LossOutput(loss_sum, sums, shares, label)
+
+    def _multi_label(self, model: Any, logits: Tensor, batch: Batch) -> LossOutput:
+        """Return the same of any number of labels to an image; its answer is correct where each label is."""
+        label, given = batch["label"], logits.detach()
+        loss_sum = (
+            self._training_loss(model, logits, batch)
+            if model.training
+            else objective.binary_cross_entropy(logits, batch)
+        )
+        right = ((given > 0) == (label > 0.5)).all(1).sum(dtype=torch.float32)
+        shares = None if model.training else given.sigmoid()
+        return LossOutput(loss_sum, {"exact_match": right}, shares, label.to(torch.int64))
+
+    def metrics(self, datasets: ImageDatasets) -> dict[str, Metric]:
+        """Return mean average precision and F1, means over the classes, where an image may have several labels."""
+        if not datasets.multi_label:
+            return {}
+        from recipes.vision.metrics import MeanAveragePrecision, MeanF1
+
+        return {"mAP": MeanAveragePrecision(len(datasets.classes)), "f1_macro": MeanF1(len(datasets.classes))}
 
     def _training_loss(self, model: Any, logits: Tensor, batch: Batch) -> Tensor:
         weights = None
@@ -226,6 +265,7 @@ class ResNet(Recipe):
             "arch": self.arch,
             "arch_options": architectures.options(self.arch, datasets.image_size, len(datasets.classes)),
             "classes": datasets.classes,
+            "multi_label": datasets.multi_label,
             "image_size": datasets.image_size,
             "mean": list(datasets.mean),
             "std": list(datasets.std),

@@ -32,7 +32,8 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "kappa": ("CohenKappa", {}),
     "ece": ("CalibrationError", {"n_bins": 15, "norm": "l1"}),
 }
-"""The choices of ``metrics=``: a class ``Multiclass…`` of torchmetrics.classification, and its options."""
+"""The choices of ``metrics=``: a class ``Multiclass…`` of torchmetrics.classification, or ``Multilabel…`` where a
+sample has any number of labels, and its options."""
 
 
 def check_named(names: Iterable[str]) -> None:
@@ -98,8 +99,14 @@ class Metrics:
             predictions = predictions.float()
         for name, kind in self._named.items():
             if name not in self._metrics:
-                options = {"num_classes": predictions.shape[1], "validate_args": False} | NAMED[name][1]
-                self._metrics[name] = self._ready(kind(**options))
+                classes, options = "num_classes", {"validate_args": False} | NAMED[name][1]
+                if getattr(output.targets, "shape", None) == predictions.shape:  # any number of labels to a sample
+                    from torchmetrics import classification
+
+                    classes, kind = "num_labels", getattr(classification, f"Multilabel{NAMED[name][0]}", None)
+                    if kind is None:
+                        raise UserError(f"metrics=[{name}] is for one label to a sample", "", mistake="metrics")
+                self._metrics[name] = self._ready(kind(**{classes: predictions.shape[1]}, **options))
         for metric in self._metrics.values():
             metric.update(predictions, output.targets)
 
@@ -174,8 +181,9 @@ def _macro(metric: Any) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "No positive samples|No negative samples")
         values = metric.compute().cpu()
-    counts = torch.bincount(torch.cat(metric.target).cpu(), minlength=len(values))
-    return values[(counts > 0) & (counts < counts.sum())].mean()
+    target = torch.cat(metric.target).cpu()
+    counts = target.sum(0) if target.ndim > 1 else torch.bincount(target, minlength=len(values))
+    return values[(counts > 0) & (counts < len(target))].mean()
 
 
 def _parts(metric: Metric) -> list[Metric]:

@@ -14,7 +14,7 @@ from recipes.data.images.source import ImageDatasets
 from trainer.data.contract import Batch
 from trainer.errors import UserError
 
-CRITERIA = ("cross_entropy", "bce")
+CRITERIA = ("auto", "cross_entropy", "bce")
 BALANCED = "balanced"
 
 
@@ -33,7 +33,11 @@ def cross_entropy(logits: Tensor, batch: Batch, smoothing: float = 0.0, weights:
 
 
 def binary_cross_entropy(
-    logits: Tensor, batch: Batch, smoothing: float, weights: Tensor | None, threshold: float | None
+    logits: Tensor,
+    batch: Batch,
+    smoothing: float = 0.0,
+    weights: Tensor | None = None,
+    threshold: float | None = None,
 ) -> Tensor:
     """Return the binary cross-entropy of every class, averaged over the classes and summed over the images.
 
@@ -86,6 +90,10 @@ def class_weights(weights: Any, datasets: ImageDatasets) -> Tensor | None:
     labels = getattr(datasets.train, "labels", None)
     if not isinstance(labels, Tensor):
         raise UserError("recipe.class_weights=balanced needs labels before training; set a list, such as [1,2.5]")
+    if labels.ndim > 1:
+        raise UserError(
+            "recipe.class_weights=balanced is for one label to an image; set a list, one number for each class"
+        )
     counts = torch.bincount(labels, minlength=len(datasets.classes)).to(torch.float64)
     present = counts > 0
     factors = counts.sum() / (present.sum() * counts.clamp(min=1))

@@ -106,7 +106,7 @@ def test_a_model_sees_what_a_person_sees(mode: str, tmp_path: Path) -> None:
     name, made, seen, options = MODES[mode]
     file, content = tmp_path / name, made()
     file.write_bytes(content) if isinstance(content, bytes) else content.save(file, **options)
-    train = FolderImages({"a": [str(file)]}, ["a"])
+    train = FolderImages([str(file)], torch.tensor([0]))
     train.image_size, train.augment = SIDE, Photos([], {"image_size": SIDE, "evaluated_part": 1.0}).augment
     trained = train.batch([SampleId(0, None)])["image"]
     predicted = Photos([file], {"image_size": SIDE, "evaluated_part": 1.0}).batch([SampleId(0, None)])["image"]
@@ -136,7 +136,7 @@ def test_numbers_without_a_known_range_are_refused(values: np.ndarray, message: 
     file = tmp_path / "x.tif"
     Image.fromarray(np.repeat(np.repeat(values, 4, 0), 4, 1)).save(file)
     with pytest.raises(UserError, match=rf"x\.tif cannot be decoded \({message}\)"):
-        FolderImages({"a": [str(file)]}, ["a"]).image(0)
+        FolderImages([str(file)], torch.tensor([0])).image(0)
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "tif", "webp", "gif", "bmp", "avif", "jp2", "ppm"])
@@ -147,12 +147,12 @@ def test_a_damaged_file_is_named_whatever_its_decoder_raises(suffix: str, tmp_pa
     for start in range(0, len(whole), max(1, len(whole) // 40)):
         file.write_bytes(whole[:start] + bytes(60) + whole[start + 60 :] if start % 2 else whole[:start])
         with suppress(UserError):  # and nothing else
-            FolderImages({"a": [str(file)]}, ["a"]).image(0)
+            FolderImages([str(file)], torch.tensor([0])).image(0)
             continue
         found += 1
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match=rf"{file} cannot be decoded \("):
-        FolderImages({"a": [str(file)]}, ["a"]).image(0)
+        FolderImages([str(file)], torch.tensor([0])).image(0)
     assert found
 
 

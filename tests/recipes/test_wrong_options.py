@@ -37,7 +37,7 @@ ROWS = {
     "resnet recipe.label_smoothing=1": "below 1",
     "resnet recipe.class_weights=[1,2]": "10 classes",
     "resnet recipe.class_weights=equal": "balanced",
-    "resnet recipe.criterion=focal": "recipe.criterion=focal is unknown (cross_entropy, bce)",
+    "resnet recipe.criterion=focal": "recipe.criterion=focal is unknown (auto, cross_entropy, bce)",
     "resnet recipe.bce_threshold=0.2": "recipe.criterion=bce",
     "resnet init_from=none/w.pth": "no such file",
     "resnet recipe.arch=timm/test_vit init_from=r160_in1k": "timm/test_vit.r160_in1k",

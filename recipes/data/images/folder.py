@@ -9,20 +9,24 @@ import os
 import shlex
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 from zlib import crc32
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mantissa.display import shortened
+from recipes.data.images.labels import TABLES
+from recipes.data.images.labels import read as read_table
 from recipes.data.images.pixels import DecodedImages
 from recipes.data.images.source import ImageDatasets, ImageSource
-from recipes.data.text.files import missing, not_read
+from recipes.data.text.files import missing, not_read, typed
 from trainer.config.command_line import as_typed
 from trainer.data.contract import check_no_overlap
 from trainer.errors import UserError, check_range
@@ -33,8 +37,14 @@ EXTENSIONS = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".jp2"),
     *(".ppm", ".pgm", ".pbm", ".pnm"),
 )
-_PATHS = (".csv", ".tsv", ".json", ".jsonl")
-"""Tables in which an image is a path."""
+_COMPARED = 10_000
+"""Files up to which all are compared for equal contents; of more so many, chosen by their names."""
+_READ = 4096
+"""Bytes by which files of one size are told apart, before they are read."""
+Parts = dict[str, tuple[list[str], Tensor]]
+"""Of each part the files, and their labels as ``Images`` has them."""
+Image = tuple[str, str, int]
+"""A file, the part that it is in, and its place there."""
 TRAINING, VALIDATION, TEST = PARTS = ("training", "validation", "test")
 _SPLITS = {
     **dict.fromkeys(("train", "training"), TRAINING),
@@ -53,7 +63,8 @@ LAYOUT = """\
         cat/7.jpg, ...
         dog/8.jpg, ..."""
 WANTED = (
-    "data.path must be a folder like photos/ (val/ and test/ may be missing) or its train/, data.test one like test/:"
+    "data.path must be a folder like photos/ (val/ and test/ may be missing) or its train/, data.test one like test/, "
+    "or data.labels a table of the labels of the images in data.path:"
     f"\n{LAYOUT}"
 )
 
@@ -71,6 +82,17 @@ class ImageFolder(ImageSource):
     test: str | None = None
     """Test images, one folder per class, evaluated once, at the end, with the best weights; null: ``test/`` beside
     ``train/``, if there is one."""
+    labels: str | None = None
+    """Table of the images' names, with or without endings, and labels: a CSV, TSV or JSONL file with a heading. Images
+    then lie in ``path`` and below it; a column ``split`` (train, val, test), or folders of these names, part them."""
+    file_column: str | None = None
+    """Column of names; null: the only one with names of images."""
+    label_column: Any = None
+    """Column of labels, or a list of columns of 0 and 1, one for each label; null: the only other one, the one called
+    label, labels or class, or all others, where they have only 0 and 1."""
+    label_separator: str | None = None
+    """What is between the labels of an image that has several, such as a space; null: each has one, or the column holds
+    JSON lists."""
     on_error: str = "error"
     """What to do about an image that cannot be decoded. error: save a checkpoint and stop; skip: count it and take the
     next image."""
@@ -79,24 +101,47 @@ class ImageFolder(ImageSource):
         check_range("data.valid_fraction", self.valid_fraction, "(0, 1)")
         if not self.path:
             raise UserError(f"missing required option: data.path; {WANTED}")
-        for key, path in (("data.path", self.path), ("data.test", self.test or ".")):
-            folder = Path(path).expanduser()
-            if not folder.exists():
+        for key, path in (
+            ("data.path", self.path),
+            ("data.test", self.test or "."),
+            ("data.labels", self.labels or "."),
+        ):
+            if not Path(path).expanduser().exists():
                 raise missing(f"{key}={path}")
-            if folder.is_file() and folder.suffix.lower() in _PATHS:
-                wanted = f"as metadata{folder.suffix.lower()}, with the columns file_name and label, in their folder"
-                reads = "data=hub data.name=… reads such a folder"
-                raise UserError(f"{key}={path} has no images; write their names and labels {wanted}: {reads}")
-            if not folder.is_dir():
-                raise not_read(f"{key}={path}", folder) or UserError(f"{key}={path} is a file, not a folder; {WANTED}")
+        others: Sequence[str]
+        others, why = ("file_column", "label_column", "label_separator"), "without data.labels=…, a table of labels"
+        if self.labels is not None:
+            others, why = ("test",), "with data.labels; a column split says which images are for the test"
+            if not self.labels.lower().endswith(TABLES):
+                raise UserError(f"data.labels={self.labels}: the name of a table must end with {', '.join(TABLES)}")
+        for mistake in (f"data.{name}" for name in others if getattr(self, name) is not None):
+            raise UserError(f"{mistake} has no effect {why}", "", mistake=mistake)
+        for key, path in (("data.path", self.path), ("data.test", self.test or ".")):
+            if not (file := Path(path).expanduser()).is_dir():
+                if key == "data.path" and file.suffix.lower() in TABLES:
+                    raise UserError(
+                        f"{key}={path} has no images; set data.path=… to their folder, and data.labels={path}"
+                    )
+                raise not_read(f"{key}={path}", file) or UserError(f"{key}={path} is a file, not a folder; {WANTED}")
 
     def images(self, image_size: int | None) -> ImageDatasets:
         """Find the images; squares of 224 pixels by default.
 
         Raises:
-            UserError: the folders are not as ``LAYOUT`` shows, or a class has too few images.
+            UserError: the folders are not as ``LAYOUT`` shows, the table is not as ``labels.read`` wants it, or a class
+                has too few images.
         """
         passed: Counter[str] = Counter()
+        found, classes, origin = self._by_folder(passed) if self.labels is None else self._by_table(passed)
+        _warn_of_copies(found, classes)
+        parts = {part: FolderImages(*found[part], self.on_error) for part in PARTS if part in found}
+        size, side = image_size or 224, parts[TRAINING].shorter_side()
+        left_out = f"; passed over: {numbers(passed)}" if passed.total() else ""
+        title = f"{self.kind} ({origin}{left_out})"
+        return self.opened(title, f"data.path={self.path}", parts, classes, size, side, decodes=True)
+
+    def _by_folder(self, passed: Counter[str]) -> tuple[Parts, list[str], str]:
+        """Return the images of each part with their labels, the classes, and where the parts are from."""
         folders = _splits(os.path.expanduser(self.path))
         if self.test:
             folders[TEST] = os.path.expanduser(self.test)
@@ -110,35 +155,76 @@ class ImageFolder(ImageSource):
             files[TRAINING], files[VALIDATION] = _split(files[TRAINING], self.valid_fraction)
             lone = f" but {lone} with one image" if (lone := [*files[VALIDATION].values()].count([])) else ""
             origin += f", validation {self.valid_fraction:.3g} of each class{lone}"
-        flat = {part: [file for members in by_class.values() for file in members] for part, by_class in files.items()}
+        found = {part: _flat(by_class, classes) for part, by_class in files.items()}
         for role in (TRAINING, VALIDATION) if TEST in files else ():
-            check_no_overlap(f"data.test={folders[TEST]}", flat[TEST], flat[role], role)
-        for part in (VALIDATION, TEST):
-            if copies := _copies(flat.get(part, []), flat[TRAINING]):
-                message = "at least %d of the %s images are training images, too (%s is %s); results look too good"
-                log.warning(message, len(copies), part, *copies[0])
-        parts = {part: FolderImages(files[part], classes, self.on_error) for part in PARTS if part in files}
-        size, side = image_size or 224, parts[TRAINING].shorter_side()
-        left_out = f"; passed over: {numbers(passed)}" if passed.total() else ""
-        title = f"{self.kind} ({origin}{left_out})"
-        return self.opened(title, f"data.path={self.path}", parts, classes, size, side, decodes=True)
+            check_no_overlap(f"data.test={folders[TEST]}", found[TEST][0], found[role][0], role)
+        return found, classes, origin
+
+    def _by_table(self, passed: Counter[str]) -> tuple[Parts, list[str], str]:
+        """Return the same of images with labels in a table."""
+        table, folder = Path(self.labels or "").expanduser(), os.path.expanduser(self.path)
+        images = find_images(folder, passed)
+        given = f"data.labels={self.labels}"
+        if not images:
+            raise UserError(f"data.path={self.path} has {_contents(folder)}, and no images ({', '.join(EXTENSIONS)})")
+        if table.resolve().is_relative_to(Path(folder).resolve()):
+            passed -= Counter([_suffix(table.name)])
+        chosen = {"file": self.file_column, "label": self.label_column, "separator": self.label_separator}
+        labelled = read_table(table, given, folder, images, **chosen)
+        folders = [os.path.relpath(file, folder).split(os.sep)[0] for file in labelled.files]
+        words = [word.lower() for word in labelled.splits or folders]
+        if unknown := [word for word in words if word not in _SPLITS]:
+            if labelled.splits:
+                known = ", ".join(_SPLITS)
+                raise UserError(f"{given}: column split has {unknown[0][:60]!r}, which is none of {known}")
+            words = ["train"] * len(words)
+        roles = [_SPLITS[word] for word in words]
+        if TRAINING not in roles:
+            raise UserError(f"{given}: no image is for training; the parts are {', '.join(sorted({*roles}))}")
+        pairs = [*zip(labelled.files, roles, strict=True)]
+        files = {part: sorted(file for file, role in pairs if role == part) for part in PARTS if part in roles}
+        row = {file: number for number, file in enumerate(labelled.files)}
+        labels, classes, several = labelled.labels, labelled.classes, labelled.labels.ndim > 1
+        by = "column split" if labelled.splits else "" if unknown else "folders"
+        origin = f"{given}: {labelled.note}" + f", parts by {by}" * bool(by)
+        if VALIDATION not in files:
+            groups: dict[str, list[str]] = {}
+            for file in files[TRAINING]:
+                groups.setdefault("" if several else classes[labels[row[file]]], []).append(file)
+            halves = _split(groups, self.valid_fraction)
+            files[TRAINING], files[VALIDATION] = ([*chain.from_iterable(half.values())] for half in halves)
+            origin += f"; validation {self.valid_fraction:.3g} of {'all' if several else 'each class'}"
+        found = {part: (members, labels[[row[file] for file in members]]) for part, members in files.items()}
+        of_training = found[TRAINING][1]
+        counts = of_training.sum(0) if several else torch.bincount(of_training, minlength=len(classes))
+        if absent := [name for name, count in zip(classes, counts.tolist(), strict=True) if not count]:
+            problem = f"{given}: no training image has the label {shortened(absent)}"
+            if not several:
+                raise UserError(f"{problem}, which images of other splits have; move some, or leave those out")
+            log.warning("%s; nothing can be learned of it", problem)
+        return found, classes, origin
 
     def _other_kind(self) -> UserError | None:
         """Return what the folder holds that is not one folder of images per class; None: that is not known."""
         path = Path(self.path).expanduser()
+        images, remedies = find_images(str(path), Counter()), []
+        for table in sorted(file for file in path.iterdir() if file.suffix.lower() in TABLES) if images else ():
+            with suppress(UserError):
+                read_table(table, "", str(path), images)
+                remedies.append(typed("data.labels", str(table)))
+        if remedies:
+            return UserError(f"data.path={self.path} is not a folder of class folders, but has a table", *remedies)
         beside_images = [*path.glob("metadata.*")]  # whose columns data=hub reads
-        known = beside_images or not find_images(str(path), Counter())
-        return not_read(f"data.path={self.path}", path) if known else None
+        return not_read(f"data.path={self.path}", path) if beside_images or not images else None
 
 
 class FolderImages(DecodedImages):
-    """A dataset of image files."""
+    """A dataset of image files, and their labels as ``Images`` has them."""
 
-    def __init__(self, files: dict[str, list[str]], classes: list[str], on_error: str = "error") -> None:
+    def __init__(self, files: Sequence[str], labels: Tensor, on_error: str = "error") -> None:
         # One array of bytes, not a list of strings: worker processes share it without copying.
-        self.files = np.array([os.fsencode(file) for name in classes for file in files.get(name, [])])
-        labels = [label for label, name in enumerate(classes) for _ in files.get(name, [])]
-        super().__init__(torch.tensor(labels, dtype=torch.int64), on_error)
+        self.files = np.array([os.fsencode(file) for file in files])
+        super().__init__(labels, on_error)
 
     def stored(self, index: int) -> tuple[str, str]:
         file = os.fsdecode(self.files[index])
@@ -256,24 +342,54 @@ def _split(classes: dict[str, list[str]], fraction: float) -> tuple[dict[str, li
     return train, valid
 
 
-def _copies(files: Sequence[str], others: Sequence[str]) -> list[tuple[str, str]]:
-    """Return files with the content of one of the others, and that one; of many files, some are compared."""
-    # A broken link has no size; it is reported when it is decoded. Copies often have one name.
-    some, against = (
-        [
-            file
-            for file in paths
-            if crc32(os.fsencode(os.path.basename(file))) % (len(paths) // 1000 + 1) == 0 and os.path.exists(file)
-        ]
-        for paths in (files, others)
+def _flat(by_class: Mapping[str, list[str]], classes: list[str]) -> tuple[list[str], Tensor]:
+    """Return the files, and the number of the class of each, int64."""
+    counts = torch.tensor([len(by_class.get(name, [])) for name in classes])
+    files = [file for name in classes for file in by_class.get(name, [])]
+    return files, torch.arange(len(classes)).repeat_interleave(counts)
+
+
+def _warn_of_copies(found: Parts, classes: list[str]) -> None:
+    """Warn of images of the training data that are in another part, too, or there twice with different labels."""
+    step = sum(len(files) for files, _ in found.values()) // _COMPARED + 1
+    images = (
+        (file, part, row)
+        for part, (files, _) in found.items()
+        for row, file in enumerate(files)
+        if crc32(os.fsencode(os.path.basename(file))) % step == 0  # copies often have one name
     )
-    sizes: dict[int, list[str]] = {}
-    for file in against:
-        sizes.setdefault(os.path.getsize(file), []).append(file)
-    pairs = [(file, other) for file in some for other in sizes.get(os.path.getsize(file), [])[:10]]
-    copies = []
-    for pair in pairs:
-        with suppress(OSError):  # what cannot be read is reported when it is decoded
-            if filecmp.cmp(*pair, shallow=False):
-                copies.append(pair)
-    return [*dict(copies).items()]
+    copies: dict[str, list[tuple[str, str]]] = {}
+    for (file, part, row), (first, of, its) in _copies(images):
+        if of == TRAINING and part != TRAINING:
+            copies.setdefault(part, []).append((file, first))
+        elif of == part == TRAINING and not torch.equal(found[part][1][row], found[of][1][its]):
+            named = ((first, found[of][1][its]), (file, found[part][1][row]))
+            one, other = (f"{path} ({_label(label, classes)})" for path, label in named)
+            copies.setdefault(TRAINING, []).append((one, other))
+    for part, pairs in copies.items():
+        if part == TRAINING:
+            message = "at least %d photos are in the training data twice, with different labels: %s and %s"
+        else:
+            message = f"at least %d of the {part} images are training images, too (%s is %s); results look too good"
+        log.warning(message, len(pairs), *pairs[0])
+
+
+def _copies(images: Iterable[Image]) -> Iterator[tuple[Image, Image]]:
+    """Yield the images with the content of an earlier one, and the first of these."""
+    by_size: dict[int, list[Image]] = {}
+    for image in images:
+        with suppress(OSError):  # of a broken link; it is reported when it is decoded
+            by_size.setdefault(os.path.getsize(image[0]), []).append(image)
+    for size, alike in by_size.items():
+        first: dict[bytes, Image] = {}
+        for image in alike if len(alike) > 1 else ():
+            with suppress(OSError), open(image[0], "rb") as file:
+                file.seek(size // 2)
+                other = first.setdefault(file.read(_READ), image)
+                if other is not image and filecmp.cmp(image[0], other[0], shallow=False):
+                    yield image, other
+
+
+def _label(label: Tensor, classes: list[str]) -> str:
+    """Return the name of a label, or of several."""
+    return " + ".join(classes[number] for number in (label.nonzero().flatten() if label.ndim else label[None]))

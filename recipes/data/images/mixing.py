@@ -62,14 +62,14 @@ def apply(images: Tensor, batch: Batch) -> Tensor:
 
 
 def soft_targets(label: Tensor, batch: Batch, classes: int) -> Tensor:
-    """Return the labels' shares of each image, float32, B × classes: one-hot, or mixed as the images are.
+    """Return the labels' shares of each image, float32, B × classes: 0 and 1, or mixed as the images are.
 
     Args:
-        label: int64, B.
+        label: int64, B; or float32, B × classes, which are those of images that are not mixed.
         batch: with the images' entries, on the labels' device.
         classes: outputs of the model.
     """
-    targets = F.one_hot(label, classes).to(torch.float32)
+    targets = F.one_hot(label, classes).to(torch.float32) if label.ndim == 1 else label
     return torch.lerp(_neighbours(targets), targets, batch[SHARE][:, None]) if SHARE in batch else targets
 
 

@@ -78,7 +78,7 @@ class Images:
     """Labelled images as squares, augmented."""
 
     labels: Tensor
-    """int64, one for each image."""
+    """int64, one for each image; of several labels to an image bool, images × classes."""
     image_size: int
     stored_side: int | None = None
     """Of a typical image as it is stored, in pixels; None: they are synthetic."""
@@ -89,13 +89,15 @@ class Images:
         return len(self.labels)
 
     def batch(self, samples: Sequence[SampleId]) -> Batch:
-        """Return ``image`` (uint8, B × 3 × image_size × image_size), ``label`` (int64, B) and ``mixing.draw``'s.
+        """Return ``image`` (uint8, B × 3 × image_size × image_size), ``label`` (int64, B; or float32, B × classes) and
+        ``mixing.draw``'s.
 
         Raises:
             UserError: which image cannot be decoded.
         """
         images, rows = self.squares(samples)
-        return {"image": images, "label": self.labels[rows]} | mixing.draw(self.augment, samples, self.image_size)
+        label = self.labels[rows] if self.labels.ndim == 1 else self.labels[rows].to(torch.float32)
+        return {"image": images, "label": label} | mixing.draw(self.augment, samples, self.image_size)
 
     def squares(self, samples: Sequence[SampleId]) -> tuple[Tensor, Tensor]:
         """Return the images, and the numbers of their labels."""
@@ -152,7 +154,7 @@ class DecodedImages(Images):
     """A dataset of images that are decoded when they are fetched. Subclasses define ``stored``.
 
     Args:
-        labels: int64, one for each image.
+        labels: as ``Images`` has them.
         on_error: ``error``; or ``skip``: the next image takes the place of one that cannot be decoded. That depends on
             the files alone, so every epoch, process and resumed run has the same samples.
     """

@@ -19,8 +19,8 @@ from trainer.recipe import DataSource
 
 @dataclass(kw_only=True)
 class ImageDatasets(Datasets):
-    """Labelled images. Batches hold ``image`` (uint8, B × 3 × H × W) and ``label`` (int64, B); in training also what
-    ``mixing.draw`` returns.
+    """Labelled images. Batches hold ``image`` (uint8, B × 3 × H × W) and ``label`` (int64, B; of several labels to an
+    image float32, B × classes, 0 or 1); in training also what ``mixing.draw`` returns.
     """
 
     classes: list[str]
@@ -35,6 +35,11 @@ class ImageDatasets(Datasets):
     """Which tensors of a file the pretrained weights are."""
     known_classes: bool = True
     """Whether the pretrained weights say which classes the outputs of their head are."""
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether an image has any number of labels, not one."""
+        return getattr(getattr(self.train, "labels", None), "ndim", 1) > 1
 
     @property
     def augment(self) -> ImageAugment:
@@ -89,7 +94,8 @@ class ImageSource(DataSource):
         Raises:
             UserError: there are too few images of each class, or of one class only.
         """
-        if len(parts["training"].labels.unique()) < 2:
+        labels = parts["training"].labels
+        if len(labels.unique() if labels.ndim == 1 else labels.any(0).nonzero()) < 2:
             raise UserError(f"{where} has images of one class only; two are needed")
         if not len(parts["validation"]):
             raise UserError(f"{where} has too few images of each class: none can be kept for validation")

@@ -77,7 +77,7 @@ class LabelledDatasets(Datasets):
     """Labelled texts: ``EncodedTexts``."""
 
     classes: list[str]
-    several: bool
+    multi_label: bool
     """Whether a text may have several classes, or none."""
     tokenizer: Tokenizer
     """With the special tokens of the model."""
@@ -270,7 +270,7 @@ def opened(
         f"{title}: {', '.join(counts)} {texts} (validation: {origin}), {about}, {tokenizer.label}",
         test=made.get("test"),
         classes=classes,
-        several=several,
+        multi_label=several,
         tokenizer=tokenizer,
         pad=pad,
         vocabulary=max(tokenizer.vocab_size, encoding.vocabulary),
