@@ -229,7 +229,7 @@ def test_labels_have_several_forms(
     assert datasets.classes == classes
     batch = datasets.train.batch([SampleId(index, None) for index in range(4)])
     assert batch["label"].tolist() == labels
-    assert batch["label"].dtype == (torch.float32 if datasets.several else torch.int64)
+    assert batch["label"].dtype == (torch.float32 if datasets.multi_label else torch.int64)
 
 
 def test_several_labels_train_with_the_loss_of_transformers(tmp_path: Path) -> None:
