@@ -18,7 +18,7 @@ from mantissa.display import shortened
 from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import TokenizedText
-from recipes.data.text.documents import Text, split
+from recipes.data.text.documents import Rows, Text, split
 from recipes.data.text.files import encoding_of, is_text, not_read, typed
 from recipes.data.text.pretrained import local_path, opening
 from trainer.errors import UserError, check_choice, first_line
@@ -37,6 +37,8 @@ _SNIFFED = 1 << 16
 """Characters of a table by which its form is found."""
 _LEAST = 1000
 """Characters of a column that is worth naming as the text: of fewer nothing is left to validate on."""
+_BYTES_AT_ONCE = 1 << 24
+"""What is read of a table at a time, about: its rows may be books."""
 ROWS = ("auto", "lines", "documents")
 """What the rows of a text dataset are; auto: see ``are_lines``."""
 _WANTED = {
@@ -155,11 +157,15 @@ class Hub(TokenizedText, ImageSource):
         if none := column.data.column(name).null_count:
             first += f", {none:,} of {len(column):,} rows are empty or a word for it, such as NA, and left out"
 
-        def read(rows: Sequence[int]) -> Iterator[list[str]]:
-            for batch in column.select(rows).iter(1000):
-                yield from ((text or "").splitlines(keepends=True) for text in batch[name])
+        average = size // len(column)
+        at_once = max(1, min(1000, _BYTES_AT_ONCE // average))
 
-        sizes = np.full(len(column), size // len(column))
+        def read(rows: Rows) -> Iterator[list[str]]:
+            for first in range(0, len(rows), at_once):  # select() would copy the numbers of all rows
+                texts = column[rows[first : first + at_once]][name]
+                yield from ((text or "").splitlines(keepends=True) for text in texts)
+
+        sizes = np.broadcast_to(np.int64(average), len(column))
         note = f"{first}; each row a document (data.rows={self.rows})"
         return Text(sizes, read, source, range(len(column)), note=note)
 
