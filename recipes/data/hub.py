@@ -20,7 +20,7 @@ from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.chats import FORMS, OPTIONAL, TRAIN_ON, WANTED, Chats, chat_columns, open_chats, split_rows
 from recipes.data.text.chats import Options as ChatOptions
 from recipes.data.text.corpus import TokenizedText
-from recipes.data.text.documents import Text, split
+from recipes.data.text.documents import Rows, Text, split
 from recipes.data.text.files import encoding_of, is_text, not_read, typed
 from recipes.data.text.labelled import Encoding, LabelledDatasets, LabelledSource, Part, check_parts, opened
 from recipes.data.text.pretrained import local_path, open_tokenizer, opening
@@ -43,6 +43,8 @@ _SNIFFED = 1 << 16
 """Characters of a table by which its form is found."""
 _LEAST = 1000
 """Characters of a column that is worth naming as the text: of fewer nothing is left to validate on."""
+_BYTES_AT_ONCE = 1 << 24
+"""What is read of a table at a time, about: its rows may be books."""
 ROWS = ("auto", "lines", "documents")
 """What the rows of a text dataset are; auto: see ``are_lines``."""
 _WANTED = {
@@ -312,11 +314,15 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         if none := column.data.column(name).null_count:
             first += f", {none:,} of {len(column):,} rows are empty or a word for it, such as NA, and left out"
 
-        def read(rows: Sequence[int]) -> Iterator[list[str]]:
-            for batch in column.select(rows).iter(1000):
-                yield from ((text or "").splitlines(keepends=True) for text in batch[name])
+        average = size // len(column)
+        at_once = max(1, min(1000, _BYTES_AT_ONCE // average))
 
-        sizes = np.full(len(column), size // len(column))
+        def read(rows: Rows) -> Iterator[list[str]]:
+            for first in range(0, len(rows), at_once):  # select() would copy the numbers of all rows
+                texts = column[rows[first : first + at_once]][name]
+                yield from ((text or "").splitlines(keepends=True) for text in texts)
+
+        sizes = np.broadcast_to(np.int64(average), len(column))
         note = f"{first}; each row a document (data.rows={self.rows})"
         return Text(sizes, read, source, range(len(column)), note=note)
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import tarfile
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -334,6 +335,19 @@ def test_a_column_that_could_not_train_is_not_offered(case: str, offered: tuple[
     with pytest.raises(UserError) as refused:
         opened_file(tmp_path, "a.json", TOO_LITTLE[case], {})
     assert refused.value.remedies == tuple(f"data.text_column={name}" for name in offered)
+
+
+def test_rows_that_are_books_are_not_in_memory_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.data.hub._BYTES_AT_ONCE", 1 << 18)
+    books = [chr(ord("a") + i % 26) * (1 << 16) for i in range(100)]
+    (tmp_path / "books.jsonl").write_text("".join(json.dumps({"text": book}) + "\n" for book in books))
+    train, _ = Hub(name=str(tmp_path / "books.jsonl")).splits()
+    tracemalloc.start()
+    read = [row for row, lines in zip(train.rows, train, strict=True) if list(lines) == [books[row]]]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert read == list(train.rows)
+    assert peak < 1 << 21  # of 6 MB
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import gzip
 import lzma
 import resource
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -98,6 +98,36 @@ def test_a_file_as_large_as_the_validation_part_stays_in_training() -> None:
     assert len(list(valid)) == 6
 
 
+@pytest.mark.parametrize("largest", [2, 40, 3000])
+def test_documents_are_set_aside_in_random_order_as_they_fit(largest: int) -> None:
+    sizes = np.random.default_rng(largest).integers(0, largest, 2000)
+    wanted, chosen, filled = 0.1 * sizes.sum(), set(), 0
+    for row in np.random.default_rng(0).permutation(len(sizes)).tolist():
+        if sizes[row] <= wanted / 4 and filled + sizes[row] <= wanted:
+            chosen.add(row)
+            filled += sizes[row]
+    train, valid = split(Text(sizes, lambda rows: iter([]), "sizes", range(len(sizes))), 0.1)
+    assert isinstance(train.rows, np.ndarray)  # of which tens of millions fit into memory
+    assert isinstance(valid.rows, np.ndarray)
+    assert valid.rows.tolist() == sorted(chosen)
+    assert train.rows.tolist() == sorted(set(range(len(sizes))) - chosen)
+
+
+def test_a_divided_document_is_measured_once() -> None:
+    read = []
+
+    def document() -> Iterator[str]:
+        read.append("once")
+        yield "0123456789"
+
+    class Document:
+        __iter__ = staticmethod(document)
+
+    train, valid = split(Text(np.array([10]), lambda rows: iter([Document()]), "one", range(1)), 0.1)
+    assert ["".join(lines) for part in (train, train, valid) for lines in part] == ["012345678", "012345678", "9"]
+    assert len(read) == 4
+
+
 def test_a_few_files_each_give_their_end(tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(name * 10)
@@ -115,6 +145,23 @@ def test_bpe_learns_from_the_training_part_only(tmp_path: Path) -> None:
     assert len(vocabulary.encode(" zzzzzz")) > 1
 
 
+@pytest.mark.parametrize(
+    ("limit", "value", "texts", "read"),
+    [
+        ("_BPE_TRAINING_CHARACTERS", 25, ["many words "] * 9, 3),
+        ("_BPE_TRAINING_WORDS", 25, ["many words "] * 9, 9),  # as prose, whose words come again
+        ("_BPE_TRAINING_WORDS", 25, [chr(0x4E00 + i) * 4 for i in range(9)], 3),  # 12 bytes, each a word of its own
+    ],
+)
+def test_a_bpe_is_trained_on_as_much_text_as_memory_allows(
+    limit: str, value: int, texts: list[str], read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"recipes.data.text.tokenizers.{limit}", value)
+    left = iter(texts)
+    BytePairs.train(left, 300)
+    assert len(texts) - len(list(left)) - (read < len(texts)) == read  # one more is looked at, but not taken
+
+
 def test_pieces_give_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (
         "".join(LINES)
@@ -124,6 +171,7 @@ def test_pieces_give_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) ->
         + "a\n \n\n" * 50
         + " = A = \n A b . \n" * 50
         + "<|endoftext|>\nnew\n" * 9
+        + "one line,  of  words 15 \t(and more )" * 50
         + "z\n "
     )
     bpe = BytePairs.train([text], 500)
@@ -132,6 +180,7 @@ def test_pieces_give_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) ->
     lines = ["", *text.splitlines(keepends=True)]
     pieces = list(token_store.pieces(lines))
     assert len(pieces) > 200
+    assert max(piece.count("of  words") for piece in pieces) == 1
     assert "".join(pieces) == text
     encoded = list(token_store._encoded([lines, [""], lines], bpe))
     ids = np.concatenate([ids for ids, *_ in encoded]).tolist()

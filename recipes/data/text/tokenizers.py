@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +33,10 @@ CHATML = """\
 
 _BPE_TRAINING_CHARACTERS = 200_000_000
 """More text takes memory and minutes, and hardly changes the merges."""
+_BPE_TRAINING_WORDS = 10_000_000
+"""Bytes of the different words in it, for each of which training takes some 120 bytes. Prose and source code have half
+as many; without spaces between words, as in Chinese, nearly every phrase is one."""
+_WORD = re.compile(r"[^\W_]{4,}")
 
 
 class Tokenizer:
@@ -259,7 +264,7 @@ class BytePairs(Tokenizer):
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        tokenizer.train_from_iterator(_at_most(texts, _BPE_TRAINING_CHARACTERS), trainer)
+        tokenizer.train_from_iterator(_enough(texts), trainer)
         return cls(tokenizer)
 
     @classmethod
@@ -270,12 +275,17 @@ class BytePairs(Tokenizer):
         return cls(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))
 
 
-def _at_most(texts: Iterable[str], characters: int) -> Iterator[str]:
+def _enough(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the text that a BPE is trained on."""
+    characters, words, word_bytes = 0, set[str](), 0
     for text in texts:
-        if characters <= 0:
+        if characters >= _BPE_TRAINING_CHARACTERS or word_bytes >= _BPE_TRAINING_WORDS:
             return
-        yield text[:characters]
-        characters -= len(text)
+        yield text[: _BPE_TRAINING_CHARACTERS - characters]
+        characters += len(text)
+        new = set(_WORD.findall(text)) - words
+        words |= new
+        word_bytes += len("".join(new).encode())
 
 
 OF_TEXT: dict[str, type[BytePairs] | type[Characters]] = {OWN_BPE: BytePairs, "chars": Characters}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import shutil
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from trainer.files import flush, locked, read_json, write_json
 from trainer.recipe import DataSource
 from trainer.terminal import work
 
-FORMAT = 9
+FORMAT = 10
 """Part of every cache key: raise it when the same text would become other tokens, or meta.json holds more."""
 
 _PIECE = 2**16
@@ -255,7 +255,7 @@ def _build(folder: Path, splits: Mapping[str, Text], tokenizer: Tokenizer | None
         dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
         text_bytes = dict.fromkeys(splits, 0)
         unknown = tokens = 0
-        begun = {part: (array("q"), array("q")) for part in splits}  # the documents' beginnings: hashes, lengths
+        begun = {part: (array("q"), array("I")) for part in splits}  # the documents' beginnings: hashes, lengths
         for part, documents in splits.items():
             tokenizing = work(f"tokenizing the {part} text", documents.megabytes, "MB")
             with (partial / f"{part}.bin").open("wb") as file, tokenizing as advance:
@@ -270,11 +270,12 @@ def _build(folder: Path, splits: Mapping[str, Text], tokenizer: Tokenizer | None
                 if not file.tell():
                     other = "data.test" if part == "test" else "data.valid_fraction"
                     raise UserError(f"no text is left for the {part} part; use a longer text or another {other}")
-        known = begun.pop("train")[0]
-        copies = {
-            part: float(np.average(np.isin(hashes, known), weights=lengths))
-            for part, (hashes, lengths) in begun.items()
-        }
+        known = np.frombuffer(begun.pop("train")[0], dtype=np.int64)
+        known.sort()  # in place: np.isin would take several times the memory
+        copies = {}
+        for part, (hashes, lengths) in begun.items():
+            copied = np.searchsorted(known, hashes, "right") > np.searchsorted(known, hashes, "left")
+            copies[part] = float(np.average(copied, weights=lengths))
         meta = {"dtype": dtype.name, "text_bytes": text_bytes, "copies": copies, "unknown": unknown / tokens}
         write_json(partial / "meta.json", meta)
 
@@ -313,23 +314,21 @@ def _batches(marked: Iterable[tuple[bool, str]]) -> Iterator[list[tuple[bool, st
 
 def _special_bytes(text: str, ids: np.ndarray, special: Mapping[int, str]) -> int:
     """Return the bytes of ``text`` that are special tokens written in it; unknown words, which become one, are not."""
-    if not special:
-        return 0
-    counts = Counter(ids[np.isin(ids, list(special))].tolist())
-    return sum(min(count, text.count(special[id])) * len(special[id].encode()) for id, count in counts.items())
+    written = {id: word for id, word in special.items() if word in text}  # of millions of rows hardly any has one
+    return sum(min(int((ids == id).sum()), text.count(word)) * len(word.encode()) for id, word in written.items())
 
 
 def pieces(lines: Iterable[str]) -> Iterator[str]:
     """Cut a long document where tokenizers split anyway, so that all cores encode it and memory stays small.
 
     That is between two lines, but not at a blank one or one indented by more than a space, which belongs to the word
-    after it: runs of white space are tokens. In a long stretch without such a place, before a line end: there GPT-2
-    and our own BPE cut too, others may not.
+    after it: runs of white space are tokens. In a long stretch without such a place, before a line end; in a long line,
+    before a space and a word: there GPT-2 and our own BPE cut too, others may not.
     """
     piece: list[str] = []
     length = 0
-    for line in filter(None, lines):
-        if length >= _PIECE and piece[-1].endswith("\n"):
+    for line in _parts(filter(None, lines)):
+        if length >= _PIECE and (piece[-1].endswith("\n") or line[0] == " "):
             after_word, word, spaced_word = (
                 piece[-1][-2:-1].strip(),
                 line[0].strip(),
@@ -345,3 +344,13 @@ def pieces(lines: Iterable[str]) -> Iterator[str]:
         length += len(line)
     if piece:
         yield "".join(piece)
+
+
+def _parts(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines, very long ones in parts that begin with a space and a word: text8 is a single line."""
+    for line in lines:
+        if len(line) < 16 * _PIECE:
+            yield line
+        else:
+            parts = re.finditer(rf"(?s).{{{_PIECE}}}.*?(?<=\S)(?= \S)|.+", line)
+            yield from (match[0] for match in parts)
