@@ -24,7 +24,7 @@ from recipes.data.text.samples import NO_TARGET, Packed, Part, Rows, first_fit_d
 from recipes.data.text.tokenizers import Bytes
 from recipes.data.text.tokens import Samples, TokenData
 from recipes.gpt2 import GPT2
-from recipes.language import LanguageModel
+from recipes.language import LanguageModel, use_causal_kernels
 from tests.helpers import start
 from trainer.data.contract import Batch, SampleId
 
@@ -123,7 +123,10 @@ def networks(attention: str) -> dict[str, Any]:
 
 def model_of(kind: str, attention: str, packed: bool) -> LanguageModel:
     torch.manual_seed(0)
-    return LanguageModel(networks(attention)[kind](), kind, False, packed=packed)
+    network = networks(attention)[kind]()
+    if not packed:
+        use_causal_kernels(network, CONTEXT)
+    return LanguageModel(network, kind, False)
 
 
 def loss_and_gradients(model: nn.Module, batches: list[Batch]) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mantissa.display import counted, shortened
-from recipes.data.text.documents import Text
+from recipes.data.text.documents import Rows, Text
 from recipes.data.text.tokenizers import Tokenizer
 from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.errors import UserError
@@ -64,12 +64,12 @@ class Part(NamedTuple):
         """Return the texts as documents, for a tokenizer to be made of them; ``source`` names the dataset."""
         selected = self.dataset.select_columns([*columns])
 
-        def read(rows: Sequence[int]) -> Iterator[list[str]]:
+        def read(rows: Rows) -> Iterator[list[str]]:
             for batch in selected.select(rows).iter(1000):
                 yield from ([f"{text}\n" for text in texts if text] for texts in zip(*batch.values(), strict=True))
 
         size = max(1, selected.data.nbytes // len(selected))
-        return Text(np.full(len(selected), size), read, [*source, *columns, selected._fingerprint], self.rows.tolist())
+        return Text(np.full(len(selected), size), read, [*source, *columns, selected._fingerprint], self.rows)
 
 
 @dataclass(kw_only=True)
