@@ -467,10 +467,9 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         columns = shortened([f"{name} ({str(dtype)[:60]})" for name, dtype in types.items()], 20)
         parts = [f"data.name={self.name}: {wrong} of type {kind}; its columns are {columns}"]
         chats = chat_columns(features)
-        parts += [
-            f"{name} has {'chats: leave data.text_column out' if name in chats else 'texts in lists'}" for name in lists
-        ]
-        parts += [WANTED] * (kind == "text" and choice is None)
+        whole = "chats: leave data.text_column out" if choice else "chats"
+        parts += [f"{name} has {whole if name in chats else 'texts in lists'}" for name in lists]
+        parts += [WANTED] * (kind == "text" and choice is None and not chats)
         parts += ["all is in one row: rows below a key are not read, write one row each"] * is_nested
         if kind == "text" and "input_ids" in features:
             what = f"{parts[0]}; input_ids are token ids"

@@ -345,7 +345,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "no such column": ({}, ("data.label_column=stars",), "stars is not a column of type label"),
     "chats": (
         {"text": None, "label": lambda n: "ab"[n % 2], "messages": [{"role": "user", "content": "hello"}]}, (),
-        "no columns are of type text.*messages has texts in lists",
+        "no columns are of type text.*messages has chats",
     ),
 }  # fmt: skip
 
