@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from recipes.data.hub import Hub
 from recipes.data.text import shards
 from recipes.data.text.corpus import TextFiles
 from recipes.data.text.shards import TokenFile, TokenFiles, TokenShards
@@ -216,3 +217,10 @@ def test_data_of_text_sends_files_of_ids_here(name: str, folder: Path) -> None:
         with pytest.raises(UserError) as refused:
             TextFiles(path=path).tokens(None)
         assert refused.value.remedies == (f"data=tokens data.path={path}",)
+
+
+def test_data_of_a_hub_sends_input_ids_here(folder: Path) -> None:
+    rows(folder / "a.parquet", LISTS)
+    with pytest.raises(UserError, match=r"input_ids \(.*; input_ids are token ids") as refused:
+        Hub(name="a.parquet").tokens(None)
+    assert refused.value.remedies == ("data=tokens data.path=a.parquet",)
