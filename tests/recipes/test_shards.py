@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from recipes.data.hub import Hub
 from recipes.data.text import shards
 from recipes.data.text.corpus import TextFiles
 from recipes.data.text.shards import TokenFile, TokenFiles, TokenShards
@@ -88,7 +89,7 @@ def test_files_are_one_sequence_that_is_mapped_and_never_copied(folder: Path, mo
     files = []
     for number, length in enumerate(lengths):
         raw(folder / f"{number}.bin", IDS[starts[number] : starts[number + 1]])
-        files.append(TokenFile(f"{number}.bin", "uint16", 0, length))
+        files.append(TokenFile.of(Path(f"{number}.bin"), "uint16", 0, length))
     for first, end in ((0, 18), (2, 13), (4, 5), (9, 18)):
         ids, expected = TokenFiles(files, first, end), IDS[first:end]
         for start in range(len(expected) + 1):
@@ -96,7 +97,7 @@ def test_files_are_one_sequence_that_is_mapped_and_never_copied(folder: Path, mo
                 assert ids[start:stop].tolist() == expected[start:stop].tolist()
     assert isinstance(ids[0:2], np.memmap)
     raw(folder / "long.bin", np.tile(IDS, 1000))
-    windows = TokenWindows(TokenFiles([TokenFile("long.bin", "uint16", 0, 10**6)]), 64)
+    windows = TokenWindows(TokenFiles([TokenFile.of(Path("long.bin"), "uint16", 0, 10**6)]), 64)
     samples = [SampleId(15_000, None), SampleId(7, 5)]
     sent = pickle.dumps(windows)
     assert len(sent) < 1000
@@ -216,3 +217,10 @@ def test_data_of_text_sends_files_of_ids_here(name: str, folder: Path) -> None:
         with pytest.raises(UserError) as refused:
             TextFiles(path=path).tokens(None)
         assert refused.value.remedies == (f"data=tokens data.path={path}",)
+
+
+def test_data_of_a_hub_sends_input_ids_here(folder: Path) -> None:
+    rows(folder / "a.parquet", LISTS)
+    with pytest.raises(UserError, match=r"input_ids \(.*; input_ids are token ids") as refused:
+        Hub(name="a.parquet").tokens(None)
+    assert refused.value.remedies == ("data=tokens data.path=a.parquet",)

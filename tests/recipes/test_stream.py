@@ -159,3 +159,8 @@ def test_what_cannot_be_streamed_is_said(case: str, tmp_path: Path, cache: Path)
     with pytest.raises(UserError, match=words):
         opened(tmp_path / "rows", **options)
     assert not list(cache.glob("stream/*/meta.json"))
+
+
+def test_images_are_not_streamed(stories: Path) -> None:
+    with pytest.raises(UserError, match="no effect on images; leave it out"):
+        Hub(name=str(stories), max_tokens=1e6).images(None)

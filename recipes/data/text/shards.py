@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -57,6 +57,13 @@ class TokenFile(NamedTuple):
     """Bytes before the first."""
     length: int
     """Number of ids."""
+    changed: int
+    """When it was written, in nanoseconds: another file of this name is another one."""
+
+    @classmethod
+    def of(cls, path: Path, dtype: str, offset: int, length: int) -> Self:
+        """Return what a file is read as."""
+        return cls(str(path.absolute()), dtype, offset, length, path.stat().st_mtime_ns)
 
 
 @lru_cache(_OPEN)
@@ -249,7 +256,7 @@ class TokenShards(TextSource):
             raise UserError(f"{where}: input_ids is {kind}; a row has a list of whole numbers there")
         wanted = "uint32" if self.dtype == "auto" else self.dtype
         stat = path.stat()
-        of = json.dumps([str(path), stat.st_size, stat.st_mtime_ns, wanted])
+        of = json.dumps([str(path.absolute()), stat.st_size, stat.st_mtime_ns, wanted])
         cache = cache_folder() if self.cache_dir is None else Path(self.cache_dir).expanduser()
         flat = cache / "tokens" / f"{path.stem}-{hashlib.sha256(of.encode()).hexdigest()[:16]}.bin"
         with building(cache, flat):
@@ -274,7 +281,7 @@ class TokenShards(TextSource):
         count = flat.stat().st_size // np.dtype(wanted).itemsize
         if not count:
             raise UserError(f"{where} has no ids in input_ids")
-        return TokenFile(str(flat), wanted, 0, count)
+        return TokenFile.of(flat, wanted, 0, count)
 
     def _check(
         self, opened: Sequence[tuple[str, TokenFile]], tokenizer: Tokenizer | None, vocabulary: int | None
@@ -288,9 +295,7 @@ class TokenShards(TextSource):
         total = sum(file.length for _, file in opened)
         with work("checking the ids", total, "ids") as advance:
             for where, file in opened:
-                stat = Path(file.path).stat()
-                of = {"file": file, "size": stat.st_size, "changed": stat.st_mtime_ns}
-                low, high = cached("token_ids", of, partial(_range, file, advance, done))
+                low, high = cached("token_ids", file._asdict(), partial(_range, file, advance, done))
                 largest, done = max(largest, high), done + file.length
                 advance(done)
                 most = vocabulary or _MOST_NUMBERS
@@ -375,13 +380,13 @@ def _of_bin(where: str, path: Path, raw: np.dtype[Any]) -> tuple[TokenFile, bool
             )
         if not header[2]:
             raise UserError(f"{where} has no ids; fetch or write it again")
-        return TokenFile(str(path), dtype, _HEADER_BYTES, header[2]), False
+        return TokenFile.of(path, dtype, _HEADER_BYTES, header[2]), False
     if size % raw.itemsize:
         raise UserError(
             f"{where} has {size:,} bytes, and ids of type {raw.name} take {raw.itemsize} each: it is cut off, or "
             "something else; fetch or write it again"
         )
-    return TokenFile(str(path), raw.name, 0, size // raw.itemsize), True
+    return TokenFile.of(path, raw.name, 0, size // raw.itemsize), True
 
 
 def _bits(path: Path) -> int:
@@ -409,7 +414,7 @@ def _of_numpy(where: str, path: Path) -> TokenFile:
     if not len(array):
         raise UserError(f"{where} has no ids; fetch or write it again")
     dtype = array.dtype.name if array.dtype.isnative else array.dtype.str
-    return TokenFile(str(path), dtype, array.offset, len(array))
+    return TokenFile.of(path, dtype, array.offset, len(array))
 
 
 def _chunks(file: TokenFile) -> Iterator[tuple[int, np.ndarray]]:

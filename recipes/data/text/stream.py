@@ -125,7 +125,7 @@ def open_or_stream(
             _build(folder, open_streams(), tokenizer, vocab_size, tokens)
     meta, opened = read_json(folder / META), tokenizer or OF_TEXT[OWN_BPE].load(folder)
     parts = {
-        part: TokenFiles([TokenFile(str(folder / f"{part}.bin"), meta["dtype"], 0, done["tokens"])])
+        part: TokenFiles([TokenFile.of(folder / f"{part}.bin", meta["dtype"], 0, done["tokens"])])
         for part, done in meta["parts"].items()
     }
     about = (
