@@ -111,6 +111,10 @@ def files(user_data: None, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     """The user's own data, as the pages call it, and a standard library of a few modules."""
     for name, made in {"notes.txt": "texts/0.txt", "photos": "images"}.items():
         (folder / name).symlink_to(folder / made)
+    images = [file.relative_to(folder / "images").with_suffix("") for file in (folder / "images").rglob("*.png")]
+    for table, label in {"labels.csv": "", "tags.csv": "|more"}.items():
+        lines = [f"{image},{image.parent.name}{label}\n" for image in images]
+        (folder / table).write_text("id,label\n" + "".join(lines))
     library = Path(sysconfig.get_path("stdlib"))
     (tmp_path / "library").mkdir()
     for name in ("abc", "ast", "bisect", "calendar", "cmd", "copy", "csv", "glob", "heapq", "inspect"):

@@ -71,7 +71,7 @@ WANTED = (
 
 @dataclass
 class ImageFolder(ImageSource):
-    """Images in one folder per class."""
+    """Images in one folder per class, or with their labels in a table."""
 
     kind: ClassVar[str] = "imagefolder"
     path: str = ""
