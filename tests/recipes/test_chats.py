@@ -169,6 +169,7 @@ def test_a_token_counts_by_what_it_overlaps() -> None:
     places = np.array([[0, 3], [3, 5], [5, 5], [5, 9], [9, 9], [9, 12]])
     assert chats._targets(places, [(4, 9)]).tolist() == [False, True, True, True, False, False]
     assert chats._targets(places, [(0, 1), (11, 12)]).tolist() == [False] * 5 + [True]
+    assert chats._targets(places, [(5, 6)]).tolist() == [False, False, True, True, False, False]
 
 
 def test_a_tokenizer_that_trims_places_loses_no_white_space(tmp_path: Path) -> None:
@@ -292,7 +293,7 @@ BROKEN: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "nothing known": (
         [{"question": "hi", "answer": "ho"}] * 2,
         {},
-        "question .string., answer .string.; chats are in a column messages or",
+        "question .string., answer .string.; chats are in columns of these names: messages",
     ),
     "rows": ([{"messages": ANSWER}] * 2, {"rows": "documents"}, "data.rows=documents has no effect"),
     "text, all": ([{"text": "hi"}] * 2, {"train_on": "all"}, "data.train_on=all has no effect"),
@@ -307,6 +308,12 @@ def test_what_is_no_chat_is_named(case: str, tmp_path: Path) -> None:
     first = [] if len(rows) == 2 else [{"messages": ANSWER}]
     with pytest.raises(UserError, match=re.escape(words).replace(r"\.", ".")):
         opened(tmp_path, first + rows, **options)
+
+
+def test_options_of_chats_have_no_effect_on_images(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"image": "x", "label": 1}))
+    with pytest.raises(UserError, match=r"data.packing=true has no effect"):
+        Hub(name=str(tmp_path / "a.jsonl"), packing=True).images(8)
 
 
 def test_a_column_of_text_beside_a_chat_can_be_named(tmp_path: Path) -> None:
@@ -409,11 +416,11 @@ def test_long_rows_are_cut_at_the_end_and_those_without_a_target_left_out(tmp_pa
 def test_where_no_row_has_a_target_a_context_that_has_one_is_offered(tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, numbered(9))))
     source = Hub(name=str(tmp_path / "chats.jsonl"), tokenizer="bytes")
-    with pytest.raises(UserError, match="no row of the training chats has a target") as refused:
+    with pytest.raises(UserError, match=r"no training row of .*chats.jsonl has a target") as refused:
         GPT2(size="nano", context=8).datasets(source, 0)
     (remedy,) = refused.value.remedies
     assert len(GPT2(size="nano", context=int(remedy.rpartition("=")[2])).datasets(source, 0).train) == 8
-    with pytest.raises(UserError, match="no row of the training chats") as refused:
+    with pytest.raises(UserError, match=r"no training row of .*b.jsonl") as refused:
         GPT2(size="nano", context=64).sample_datasets(opened(tmp_path, [{"messages": say("u hi")}] * 3, "b.jsonl"))
     assert not refused.value.remedies
 
@@ -467,7 +474,7 @@ def test_an_own_bpe_is_made_of_what_is_said_and_not_of_the_special_tokens(tmp_pa
 
 def test_a_text_that_the_tokenizer_cannot_encode_is_named(tmp_path: Path) -> None:
     opened(tmp_path, numbered(9), tokenizer="chars").tokenizer.save(tmp_path)
-    with pytest.raises(UserError, match=r"row 0 or one of the 1000 from there on: .* cannot encode it"):
+    with pytest.raises(UserError, match=r"row 0 or one of the 200 from there on: .* cannot encode it"):
         opened(tmp_path, [{"messages": say("u é", "a é")}] * 3, "b.jsonl", tokenizer=str(tmp_path))
 
 

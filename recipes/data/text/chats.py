@@ -24,7 +24,7 @@ FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruct
 """Columns that make a row a chat: the first of these forms that a dataset has is taken."""
 OPTIONAL = {"instruction": ("input",)}
 """Columns that a form may have, too, by its first one; every form may have ``tools``."""
-WANTED = "chats are in a column messages or conversations, in prompt and completion, or in instruction and output"
+WANTED = "chats are in columns of these names: messages, conversations, prompt and completion, instruction and output"
 ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool", "function")},
     "human": "user",
@@ -37,7 +37,7 @@ ROLES = {
 TRAIN_ON = ("assistant", "all")
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """What begins the assistant's text in a template, for transformers."""
-_AT_ONCE = 1000
+_AT_ONCE = 200
 """Rows in memory at a time."""
 _SHOWN = 60
 """Characters of a person's question that are shown."""
