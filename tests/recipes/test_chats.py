@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from recipes.bert import Bert
@@ -22,6 +23,7 @@ from recipes.data.text.tokenizers import CHATML, Bytes, Tokenizer
 from recipes.data.text.tokens import TokenData
 from recipes.gpt2 import GPT2
 from tests.command_line.conftest import _command
+from tests.helpers import trainer_of
 from tests.inference.conftest import script
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
@@ -402,7 +404,7 @@ def test_long_rows_are_cut_at_the_end_and_those_without_a_target_left_out(tmp_pa
     source = Hub(name=str(tmp_path / "chats.jsonl"), tokenizer="bytes", whole=True)
     datasets = GPT2(size="nano", context=40).datasets(source, 0)
     assert datasets.description.endswith(
-        "6 rows (55% of those left) cut at the end to 41 tokens; 5 rows without a target left out"
+        "6 of 11 rows (55%) cut at the end to 41 tokens; 5 rows without a target left out"
     )
     assert len(datasets.train) == 11
     batch = datasets.train.batch([SampleId(0, 3), SampleId(7, None)])
@@ -524,6 +526,14 @@ def test_a_run_on_chats_is_trained_resumed_evaluated_and_opened(packing: bool, h
             assert facts["metrics"]["loss"] == pytest.approx(trained["value"], rel=1e-5)
     other = evaluate("run=outputs/a", "data=hub", "data.name=chats.jsonl", "split=all")
     assert other.code == 0, other.err
+
+
+def test_the_text_at_the_end_of_a_run_is_an_answer(here: Path) -> None:
+    trainer = trainer_of(*NEW, "data.vocab_size=300")
+    text = trainer.recipe.closing_text(trainer.model.eval(), trainer.datasets, torch.device("cpu"))
+    asked = r"‹.*\d+\?<\|im_end\|> <\|im_start\|>assistant ›"
+    assert re.search(asked, str(text)), text
+    assert trainer.datasets.first_words.endswith("?")
 
 
 def test_parts_of_several_widths_are_evaluated_together(here: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -355,15 +356,15 @@ def _build(folder: Path, parts: Mapping[str, Chats], options: Options, tokenizer
         counts = Counter[str]()
         for name, chats in parts.items():
             tokenizing = work(f"tokenizing the {name} chats", len(chats.rows), "rows")
-            lengths: list[int] = []
+            lengths = array("q", [0])
             ids_file, targets_file = partial / f"{name}.bin", partial / f"{name}.targets"
             with ids_file.open("wb") as file, targets_file.open("wb") as marks, tokenizing as advance:
                 for ids, targets, sizes in _encoded(chats, tokenizer, options.train_on, counts):
                     ids.astype(_dtype(tokenizer)).tofile(file)
                     targets.tofile(marks)
-                    lengths += sizes
-                    advance(len(lengths))
-            np.save(partial / f"{name}.starts.npy", np.cumsum([0, *lengths]))
+                    lengths.extend(sizes)
+                    advance(len(lengths) - 1)
+            np.save(partial / f"{name}.starts.npy", np.cumsum(lengths, dtype=np.int64))
         shares = {name: counts[name] / counts["tokens"] for name in ("unknown", "targets")}
         asked = _question(parts["valid" if "valid" in parts else "train"])
         meta = {"dtype": _dtype(tokenizer).name, "special": counts["special"], "question": asked}

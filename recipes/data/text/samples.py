@@ -164,9 +164,7 @@ def sample_datasets(tokens: TokenData, context: int, known: int = 0, positions: 
     different = {id(part): part for part in parts.values()}.values()
     used, cut, without = (sum(counts) for counts in zip(*map(_counts, different), strict=True))
     about = (
-        [f"{counted(cut, 'row')} ({cut / used:.0%} of those left) cut at the end to {context + 1} tokens"]
-        if cut
-        else []
+        [f"{cut:,} of {counted(used, 'row')} ({cut / used:.0%}) cut at the end to {context + 1} tokens"] if cut else []
     )
     about += [f"{counted(without, 'row')} without a target left out"] if without else []
     datasets: dict[str, Dataset] = {}
