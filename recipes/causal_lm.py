@@ -92,7 +92,7 @@ class CausalLM(AnyModel):
         if self.lora.rank and known and tokens.added:
             problem = "adapters cannot learn the tokens of a chat template, and this model's tokenizer has none"
             raise UserError(f"{problem}; train all weights, or a model with a chat template", "recipe.lora.rank=0")
-        return sample_datasets(tokens, self.tokens_per_sample, known)
+        return sample_datasets(tokens, self.tokens_per_sample, known, self._positions() if self.pretrained else None)
 
     def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[Ids], Dataset], str]:
         context = self.tokens_per_sample

@@ -248,7 +248,8 @@ class TextRecipe(TransformersRecipe):
         Raises:
             UserError: the recipe trains on running text alone.
         """
-        raise UserError(f"recipe={self.name} trains on running text, and {tokens.description} has samples of its own")
+        title = tokens.description.partition(":")[0]
+        raise UserError(f"recipe={self.name} trains on running text, and {title} has samples of its own, such as chats")
 
     def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[Ids], Dataset], str]:
         """Return the text's tokenizer with the special tokens of the recipe, what makes samples of a part's ids, and a

@@ -160,7 +160,7 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         if self.text_column in (*chat, *OPTIONAL.get(chat[0] if chat else "", ())):
             mistake = typed("data.text_column", self.text_column)
             problem = f"data.text_column={self.text_column} is one column of chats ({', '.join(chat)})"
-            raise UserError(f"{problem}; leave it out, to train on whole chats", "", mistake=mistake)
+            raise UserError(f"{problem}, which are trained on as a whole", "", mistake=mistake)
         return ()
 
     def _chats(self, key: str, choice: str, columns: tuple[str, ...]) -> Chats:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from recipes.bert import Bert
@@ -22,6 +23,7 @@ from recipes.data.text.tokenizers import CHATML, Bytes, Tokenizer
 from recipes.data.text.tokens import TokenData
 from recipes.gpt2 import GPT2
 from tests.command_line.conftest import _command
+from tests.helpers import trainer_of
 from tests.inference.conftest import script
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
@@ -169,6 +171,7 @@ def test_a_token_counts_by_what_it_overlaps() -> None:
     places = np.array([[0, 3], [3, 5], [5, 5], [5, 9], [9, 9], [9, 12]])
     assert chats._targets(places, [(4, 9)]).tolist() == [False, True, True, True, False, False]
     assert chats._targets(places, [(0, 1), (11, 12)]).tolist() == [False] * 5 + [True]
+    assert chats._targets(places, [(5, 6)]).tolist() == [False, False, True, True, False, False]
 
 
 def test_a_tokenizer_that_trims_places_loses_no_white_space(tmp_path: Path) -> None:
@@ -292,7 +295,7 @@ BROKEN: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "nothing known": (
         [{"question": "hi", "answer": "ho"}] * 2,
         {},
-        "question .string., answer .string.; chats are in a column messages or",
+        "question .string., answer .string.; chats are in columns of these names: messages",
     ),
     "rows": ([{"messages": ANSWER}] * 2, {"rows": "documents"}, "data.rows=documents has no effect"),
     "text, all": ([{"text": "hi"}] * 2, {"train_on": "all"}, "data.train_on=all has no effect"),
@@ -307,6 +310,12 @@ def test_what_is_no_chat_is_named(case: str, tmp_path: Path) -> None:
     first = [] if len(rows) == 2 else [{"messages": ANSWER}]
     with pytest.raises(UserError, match=re.escape(words).replace(r"\.", ".")):
         opened(tmp_path, first + rows, **options)
+
+
+def test_options_of_chats_have_no_effect_on_images(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"image": "x", "label": 1}))
+    with pytest.raises(UserError, match=r"data.packing=true has no effect"):
+        Hub(name=str(tmp_path / "a.jsonl"), packing=True).images(8)
 
 
 def test_a_column_of_text_beside_a_chat_can_be_named(tmp_path: Path) -> None:
@@ -395,7 +404,7 @@ def test_long_rows_are_cut_at_the_end_and_those_without_a_target_left_out(tmp_pa
     source = Hub(name=str(tmp_path / "chats.jsonl"), tokenizer="bytes", whole=True)
     datasets = GPT2(size="nano", context=40).datasets(source, 0)
     assert datasets.description.endswith(
-        "6 rows (55% of those left) cut at the end to 41 tokens; 5 rows without a target left out"
+        "6 of 11 rows (55%) cut at the end to 41 tokens; 5 rows without a target left out"
     )
     assert len(datasets.train) == 11
     batch = datasets.train.batch([SampleId(0, 3), SampleId(7, None)])
@@ -409,11 +418,11 @@ def test_long_rows_are_cut_at_the_end_and_those_without_a_target_left_out(tmp_pa
 def test_where_no_row_has_a_target_a_context_that_has_one_is_offered(tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, numbered(9))))
     source = Hub(name=str(tmp_path / "chats.jsonl"), tokenizer="bytes")
-    with pytest.raises(UserError, match="no row of the training chats has a target") as refused:
+    with pytest.raises(UserError, match=r"no training row of .*chats.jsonl has a target") as refused:
         GPT2(size="nano", context=8).datasets(source, 0)
     (remedy,) = refused.value.remedies
     assert len(GPT2(size="nano", context=int(remedy.rpartition("=")[2])).datasets(source, 0).train) == 8
-    with pytest.raises(UserError, match="no row of the training chats") as refused:
+    with pytest.raises(UserError, match=r"no training row of .*b.jsonl") as refused:
         GPT2(size="nano", context=64).sample_datasets(opened(tmp_path, [{"messages": say("u hi")}] * 3, "b.jsonl"))
     assert not refused.value.remedies
 
@@ -467,7 +476,7 @@ def test_an_own_bpe_is_made_of_what_is_said_and_not_of_the_special_tokens(tmp_pa
 
 def test_a_text_that_the_tokenizer_cannot_encode_is_named(tmp_path: Path) -> None:
     opened(tmp_path, numbered(9), tokenizer="chars").tokenizer.save(tmp_path)
-    with pytest.raises(UserError, match=r"row 0 or one of the 1000 from there on: .* cannot encode it"):
+    with pytest.raises(UserError, match=r"row 0 or one of the 200 from there on: .* cannot encode it"):
         opened(tmp_path, [{"messages": say("u é", "a é")}] * 3, "b.jsonl", tokenizer=str(tmp_path))
 
 
@@ -517,6 +526,14 @@ def test_a_run_on_chats_is_trained_resumed_evaluated_and_opened(packing: bool, h
             assert facts["metrics"]["loss"] == pytest.approx(trained["value"], rel=1e-5)
     other = evaluate("run=outputs/a", "data=hub", "data.name=chats.jsonl", "split=all")
     assert other.code == 0, other.err
+
+
+def test_the_text_at_the_end_of_a_run_is_an_answer(here: Path) -> None:
+    trainer = trainer_of(*NEW, "data.vocab_size=300")
+    text = trainer.recipe.closing_text(trainer.model.eval(), trainer.datasets, torch.device("cpu"))
+    asked = r"‹.*\d+\?<\|im_end\|> <\|im_start\|>assistant ›"
+    assert re.search(asked, str(text)), text
+    assert trainer.datasets.first_words.endswith("?")
 
 
 def test_parts_of_several_widths_are_evaluated_together(here: Path) -> None:

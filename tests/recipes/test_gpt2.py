@@ -52,6 +52,22 @@ def test_chunked_loss_equals_the_plain_one(mode: str, of_loss: float, of_gradien
 
 
 @pytest.mark.parametrize("chunked", [False, pytest.param(True, marks=needs_chunks)])
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_what_is_no_target_has_no_loss_and_no_gradient(mode: str, chunked: bool) -> None:
+    layer, hidden, targets = head(chunked, vocabulary=128)
+    layer.vocabulary = 90
+    targets = (targets % 90).where(torch.arange(100) % 3 == 0, -100)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode == "bf16"):
+        loss = layer(hidden, targets)
+        few = layer(hidden.detach()[:, ::3], targets[:, ::3])
+        none = layer(hidden.detach(), torch.full_like(targets, -100))
+    loss.backward()
+    assert loss.item() == pytest.approx(few.item(), rel=1e-5 if mode == "fp32" else 1e-2)
+    assert none.item() == 0
+    assert not hidden.grad[:, 1::3].any()
+
+
+@pytest.mark.parametrize("chunked", [False, pytest.param(True, marks=needs_chunks)])
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
 def test_a_sum_over_many_tokens_does_not_overflow(mode: str, chunked: bool) -> None:
     """40,000 tokens of loss 5 are 200,000, three times fp16's largest number; bf16 would keep 8 bits of it."""

@@ -310,7 +310,7 @@ REFUSED: dict[str, tuple[str, str | bytes, dict[str, str], tuple[str, ...]]] = {
         "a.jsonl",
         rows(*[{"turns": TURNS["conversations"], "id": "c"}] * 9),
         {},
-        ("turns has texts in lists", "chats are in a column messages or conversations"),
+        ("turns has texts in lists", "chats are in columns of these names: messages"),
     ),
     "text that comes late": ("a.csv", LATE, {}, ("data.text_column=…",)),
     "not UTF-8": ("a b.csv", b"text\ncaf\xe9\n", {}, ("a b.csv is cp1252; write it anew in UTF-8",)),

@@ -88,6 +88,12 @@ def test_a_window_is_its_samples_one_after_the_other() -> None:
     assert batch["lengths"].tolist() == [24, 16]
 
 
+def test_the_last_target_of_all_is_seen() -> None:
+    of = Samples(np.array([0, 3, 3, 7]), np.array([False] * 6 + [True]))
+    part = Part(np.arange(7), of, CONTEXT)
+    assert (part.starts.tolist(), part.without_target) == ([3], 2)
+
+
 def test_every_sample_is_in_one_window_and_its_batch_depends_on_nothing_else() -> None:
     lengths = np.random.default_rng(0).integers(2, 40, 300).tolist()  # some are cut
     ids, of = samples(lengths)

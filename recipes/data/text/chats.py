@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruct
 """Columns that make a row a chat: the first of these forms that a dataset has is taken."""
 OPTIONAL = {"instruction": ("input",)}
 """Columns that a form may have, too, by its first one; every form may have ``tools``."""
-WANTED = "chats are in a column messages or conversations, in prompt and completion, or in instruction and output"
+WANTED = "chats are in columns of these names: messages, conversations, prompt and completion, instruction and output"
 ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool", "function")},
     "human": "user",
@@ -37,7 +38,7 @@ ROLES = {
 TRAIN_ON = ("assistant", "all")
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """What begins the assistant's text in a template, for transformers."""
-_AT_ONCE = 1000
+_AT_ONCE = 200
 """Rows in memory at a time."""
 _SHOWN = 60
 """Characters of a person's question that are shown."""
@@ -355,15 +356,15 @@ def _build(folder: Path, parts: Mapping[str, Chats], options: Options, tokenizer
         counts = Counter[str]()
         for name, chats in parts.items():
             tokenizing = work(f"tokenizing the {name} chats", len(chats.rows), "rows")
-            lengths: list[int] = []
+            lengths = array("q", [0])
             ids_file, targets_file = partial / f"{name}.bin", partial / f"{name}.targets"
             with ids_file.open("wb") as file, targets_file.open("wb") as marks, tokenizing as advance:
                 for ids, targets, sizes in _encoded(chats, tokenizer, options.train_on, counts):
                     ids.astype(_dtype(tokenizer)).tofile(file)
                     targets.tofile(marks)
-                    lengths += sizes
-                    advance(len(lengths))
-            np.save(partial / f"{name}.starts.npy", np.cumsum([0, *lengths]))
+                    lengths.extend(sizes)
+                    advance(len(lengths) - 1)
+            np.save(partial / f"{name}.starts.npy", np.cumsum(lengths, dtype=np.int64))
         shares = {name: counts[name] / counts["tokens"] for name in ("unknown", "targets")}
         asked = _question(parts["valid" if "valid" in parts else "train"])
         meta = {"dtype": _dtype(tokenizer).name, "special": counts["special"], "question": asked}

@@ -137,11 +137,17 @@ def first_fit_decreasing(lengths: np.ndarray, size: int) -> np.ndarray:
     return windows
 
 
-def sample_datasets(tokens: TokenData, context: int, known: int = 0) -> TextDatasets:
-    """Return datasets of the samples, each cut to ``context`` tokens; ``known`` token ids are the model's own.
+def sample_datasets(tokens: TokenData, context: int, known: int = 0, positions: int | None = None) -> TextDatasets:
+    """Return datasets of the samples, each cut to ``context`` tokens.
+
+    Args:
+        tokens: with ``samples``.
+        context: tokens that the model takes.
+        known: token ids that a pretrained model has; 0: it is new.
+        positions: tokens that a pretrained model takes at most; None: any number.
 
     Raises:
-        UserError: none of a part has a target there.
+        UserError: no sample of a part has a target there.
     """
     given = {"train": tokens.train, "valid": tokens.valid, "test": tokens.test}
     parts = {name: Part(ids, tokens.samples[name], context) for name, ids in given.items() if ids is not None}
@@ -149,17 +155,16 @@ def sample_datasets(tokens: TokenData, context: int, known: int = 0) -> TextData
         parts["valid"] = parts["train"]
     for name, part in parts.items():
         if not len(part.starts):
-            shown = {"train": "training", "valid": "validation"}.get(name, name)
-            longest = int(np.diff(tokens.samples[name].starts).max()) - 1
-            remedies = [f"recipe.context={longest}"] if longest > context and tokens.samples[name].targets.any() else []
-            problem = f"no row of the {shown} chats has a target within recipe.context={context}"
-            raise UserError(f"{problem}; the assistant has to say something there ({tokens.description})", *remedies)
+            starts, targets = tokens.samples[name]
+            longest = int(np.diff(starts).max()) - 1
+            fits = context < longest <= (positions or longest) and targets.any()
+            remedies = [f"recipe.context={longest}"] if fits else []
+            what = f"no {'training' if name == 'train' else name} row of {tokens.description.partition(':')[0]}"
+            raise UserError(f"{what} has a target within recipe.context={context}: a text of the assistant", *remedies)
     different = {id(part): part for part in parts.values()}.values()
     used, cut, without = (sum(counts) for counts in zip(*map(_counts, different), strict=True))
     about = (
-        [f"{counted(cut, 'row')} ({cut / used:.0%} of those left) cut at the end to {context + 1} tokens"]
-        if cut
-        else []
+        [f"{cut:,} of {counted(used, 'row')} ({cut / used:.0%}) cut at the end to {context + 1} tokens"] if cut else []
     )
     about += [f"{counted(without, 'row')} without a target left out"] if without else []
     datasets: dict[str, Dataset] = {}
