@@ -116,7 +116,7 @@ class TextClassifier(AnyModel):
         network.num_labels = len(datasets.classes)
         config.id2label = dict(enumerate(datasets.classes))
         config.label2id = {name: number for number, name in config.id2label.items()}
-        config.problem_type = f"{'multi' if datasets.several else 'single'}_label_classification"
+        config.problem_type = f"{'multi' if datasets.multi_label else 'single'}_label_classification"
         config.pad_token_id = datasets.pad  # by which decoders find the last token of a text
         config.use_cache = False
         return network
@@ -161,7 +161,7 @@ class TextClassifier(AnyModel):
 
         count: dict[str, Any] = {"validate_args": False}
         number = len(datasets.classes)
-        if datasets.several:
+        if datasets.multi_label:
             return {
                 "f1_macro": classification.MultilabelF1Score(number, **count),
                 "exact_match": classification.MultilabelExactMatch(number, **count),

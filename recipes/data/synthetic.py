@@ -77,7 +77,7 @@ class Synthetic(TextSource, ImageSource, LabelledSource):
             windows(data.valid),
             f"{data.description} in texts of {length}, {self.classes:,} classes",
             classes=[str(label) for label in range(self.classes)],
-            several=False,
+            multi_label=False,
             tokenizer=tokenizer,
             pad=pad,
             vocabulary=max(tokenizer.vocab_size, encoding.vocabulary),
