@@ -44,6 +44,7 @@ ROWS = ("auto", "lines", "documents")
 """What the rows of a text dataset are; auto: see ``are_lines``."""
 _WANTED = {
     "text": 'a row has one text, a string (no tokens, no numbers), in a column of its own, as {"text": "…"} has',
+    "pair": "the second text of a pair is a string, in a column that is neither the first's nor the label's",
     "image": "name a folder of images with a metadata.csv that has the columns file_name and label",
     "label": "a row has one label, a word or a number, in a column of its own; a text may have several, in a column of "
     "lists or in columns of 0 and 1: data.label_column=[…,…]",

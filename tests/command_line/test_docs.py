@@ -34,7 +34,7 @@ ELSEWHERE = (
     # Installs, downloads, or needs another machine.
     "source .venv/bin/activate", "pip ", "make ", "sbatch ", f"{TRAIN} -m hydra/launcher=submitit_slurm",
     f"{TRAIN} recipe=gpt2 data=hub", f"{TRAIN} recipe=resnet precision=fp16 scaler=dynamic",
-    f"{TRAIN} recipe=resnet recipe.arch=resnet18 init_from=DEFAULT",
+    f"{TRAIN} recipe=resnet recipe.arch=resnet18 init_from=DEFAULT", f"{TRAIN} recipe=text_classifier",
     # Takes several processes, or minutes.
     "torchrun ", "python benchmarks/bench.py", "python scripts/advise.py",
     "python scripts/compare.py", "python scripts/lr_range.py", "python scripts/max_batch.py",
