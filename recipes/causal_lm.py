@@ -30,6 +30,7 @@ from recipes.language import (
 from trainer.data.contract import Batch, Dataset
 from trainer.errors import UserError, check_number, is_out_of_memory
 from trainer.hardware import Hardware, threads
+from trainer.precision.modes import allow_cudnn_attention
 from trainer.recipe import Context, Decision, LossOutput, Sizes
 
 _SAMPLE_TOKENS = 64
@@ -231,6 +232,8 @@ class CausalLM(TextRecipe):
         tokens = datasets.tokens
         if not tokens.packing:
             use_causal_kernels(network, self.tokens_per_sample)
+        if network.config._attn_implementation == "sdpa":
+            allow_cudnn_attention(False)  # for what is packed or has a window transformers makes masks
         padded = bool(tokens.samples) and not tokens.packing
         return LanguageModel(network, self.name, self.chunked_loss is True, vocabulary, padded)
 

@@ -56,7 +56,7 @@ class TransformersRecipe(Recipe):
     pretrained: str | None = None
     """What ``init_from`` sets where it is no run: a hub id or folder, which brings its own tokenizer."""
     context: int | str = "auto"
-    """Context length, in tokens; auto: that of the size."""
+    """Context length, in tokens; auto: that of the size, or what the start says for a model without sizes."""
     attention: str = "sdpa"
     """sdpa: torch's fused kernels, where they support the model's mask and bias; eager: T × T scores in memory."""
     lora: LoRA = field(default_factory=LoRA)
@@ -354,6 +354,10 @@ class SizedRecipe(TextRecipe):
             recipe = other if other in RECIPES else "causal_lm"
             problem = f"init_from={self.pretrained} is of type {other}, not {self.name}"
             raise UserError(f"{problem}; recipe=causal_lm opens any type that continues a text", f"recipe={recipe}")
+
+    @property
+    def kind(self) -> str:
+        return self.name
 
     def network_class(self) -> Any:
         import transformers
