@@ -222,7 +222,8 @@ class CausalLM(TextRecipe):
             if packing or self.kind != self.name:  # a preset's model is known
                 self._try_out(network, packing)
         except Exception as error:  # of each model's own
-            if isinstance(error, UserError) or is_out_of_memory(error) or self.kind == self.name:
+            on_meta = torch.get_default_device().type == "meta"  # where a model that computes as it is built cannot be
+            if isinstance(error, UserError) or is_out_of_memory(error) or on_meta or self.kind == self.name:
                 raise
             raise UserError(f"this config makes no {self.kind} that runs ({described(error)})") from error
         return self.with_loss(network, datasets, datasets.vocabulary)
@@ -259,7 +260,7 @@ class CausalLM(TextRecipe):
         if balance and output.aux_loss is None:
             problem = f"{type(network).__name__} computes no loss of unequal experts in this transformers"
             raise UserError(problem, "recipe.config.router_aux_loss_coef=0")
-        least = 1e-4 * one.abs().max()
+        least = 1e-5 * one.abs().max()
         if (one - other_end)[:3].abs().max() > least:
             remedies = [f"recipe={self.kind}"] * (self.kind in RECIPES)
             raise UserError(
@@ -277,15 +278,15 @@ class CausalLM(TextRecipe):
     def blocks(self, model: Any) -> list[nn.Module]:
         """Return the longest list of modules that transformers splits between devices as a whole, else of one class."""
         network = model.network
-        whole, lists = set(network._no_split_modules or ()), list[nn.ModuleList]()
+        lists, inside = list[list[nn.Module]](), set[int]()
         for module in network.modules():
-            if isinstance(module, nn.ModuleList) and not any(
-                module is part for some in lists for part in some.modules()
-            ):
-                lists.append(module)
+            if isinstance(module, nn.ModuleList) and id(module) not in inside:
+                lists.append(list(module))
+                inside |= {id(part) for part in module.modules()}
+        whole = set(network._no_split_modules or ())
         named = [some for some in lists if all(whole & {base.__name__ for base in type(part).__mro__} for part in some)]
         equal = [some for some in lists if len({type(part) for part in some}) == 1]
-        return list(max(named or equal, key=len, default=()))
+        return max(named or equal, key=len, default=[])
 
     def count_targets(self, batch: Batch) -> int:
         """Every token but each sample's first is predicted, or those that ``targets`` has."""
@@ -314,7 +315,7 @@ class CausalLM(TextRecipe):
         return [f"{inside}.{name}" for name in routers(model.network)]
 
     def summary_fields(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
-        """Return the size, the type and the blocks, and why the loss takes all logits where it does."""
+        """Return the size, the type and the blocks."""
         blocks: Any = self.blocks(model)
         kinds = sorted({type(block).__name__ for block in blocks})
         facts = {"type": self.kind, "blocks": f"{len(blocks)} × {', '.join(kinds)}" if blocks else "none found"}
