@@ -28,6 +28,10 @@ IMAGES = ("recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "recipe.image_size=
 NEEDS: dict[str, tuple[str, ...]] = {
     "recipe/bignet": SMALL[1:],
     "recipe/gpt2": GPT2[1:],
+    "recipe/causal_lm": (
+        *("recipe.model_type=qwen3", "recipe.config.num_hidden_layers=1", "recipe.config.hidden_size=16"),
+        *("recipe.config.intermediate_size=16", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
+    ),
     "recipe/bert": ("recipe.context=16", "data=synthetic", "data.vocab_size=90"),
     "recipe/llama": ("recipe.layers=1", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
     "recipe/text_classifier": (

@@ -160,9 +160,8 @@ def _of_run(source: InitFrom, given: str, composed: DictConfig, typed: Collectio
         now = OmegaConf.select(composed, key)
         if before == now:
             continue
-        if not any(option == key or option.startswith(f"{key}.") for option in typed):
-            taken[key] = before
-        elif isinstance(before, dict) and now.items() <= before.items():  # of options under names, some are repeated
+        repeated = isinstance(before, dict) and now.items() <= before.items()  # some of several
+        if repeated or not any(option == key or option.startswith(f"{key}.") for option in typed):
             taken[key] = before
         elif key.removeprefix("recipe.") in cls.architecture and now != "auto":
             raise _contradicted(key, now, given, before)
