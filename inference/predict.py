@@ -66,9 +66,10 @@ def predict(arguments: list[str]) -> int:
     options, overrides = parse(arguments, PredictOptions, "overrides")
     exported = options.find()
     if "classes" not in exported.config:
+        texts = f' or transformers\' pipeline("text-classification", "{exported.folder}")'
         raise UserError(
-            f"run={exported.given} is a {exported.recipe}, which does not classify images; "
-            "give a run of recipe=resnet, or use scripts/evaluate.py"
+            f"run={exported.given} is a {exported.recipe}, which does not classify images; give a run of "
+            f"recipe=resnet, or use scripts/evaluate.py{texts * (exported.recipe == 'text_classifier')}"
         )
     path, others = Path(options.path).expanduser(), Counter[str]()
     files = [path] if path.is_file() else [Path(file) for file in find_images(str(path), others)]

@@ -115,15 +115,20 @@ class AnyModel(TextRecipe):
 
         # Those that every config has say nothing about the model, but where the class has them as its own.
         own = {name for base in cls.__mro__ if base not in PreTrainedConfig.__mro__ for name in vars(base)}
-        known = {*inspect.signature(cls).parameters} - ({*inspect.signature(PreTrainedConfig).parameters} - own)
-        known = {*known, *cls.attribute_map} - {"kwargs"}
-        for key in self.config:
-            if key == "vocab_size":
-                raise UserError("recipe.config.vocab_size has no effect: the tokenizer's is used", "", mistake=key)
+        options, of_all = inspect.signature(cls).parameters, inspect.signature(PreTrainedConfig).parameters
+        known = {name for name in options if name in own or name not in of_all} | {*cls.attribute_map}
+        given: dict[str, Any] = {}
+        for key, value in self.config.items():
+            name = cls.attribute_map.get(key, key)
+            if name == "vocab_size":
+                mistake = f"recipe.config.{key}={value}"
+                raise UserError(f"{mistake} has no effect: the tokenizer's is used", "", mistake=mistake)
             if key not in known:
                 near = nearest(key, known, "recipe.config.")
                 raise UserError(f"recipe.config.{key} is no option of transformers' {cls.__name__}{near}")
-        return {cls.attribute_map.get(key, key): value for key, value in self.config.items()}
+            is_real = name in options and options[name].annotation is float and type(value) is int
+            given[name] = float(value) if is_real else value  # its classes take no 1 for 1.0
+        return given
 
     def _config_of(self, more: dict[str, Any]) -> Any:
         """Return transformers' config of a new model, with more options below those of the user."""
@@ -145,15 +150,15 @@ class AnyModel(TextRecipe):
     def blocks(self, model: Any) -> list[nn.Module]:
         """Return the longest list of modules that transformers splits between devices as a whole, else of one class."""
         network = getattr(model, "network", model)
-        whole, lists = set(network._no_split_modules or ()), list[nn.ModuleList]()
+        lists, inside = list[list[nn.Module]](), set[int]()
         for module in network.modules():
-            if isinstance(module, nn.ModuleList) and not any(
-                module is part for some in lists for part in some.modules()
-            ):
-                lists.append(module)
+            if isinstance(module, nn.ModuleList) and id(module) not in inside:
+                lists.append(list(module))
+                inside |= {id(part) for part in module.modules()}
+        whole = set(network._no_split_modules or ())
         named = [some for some in lists if all(whole & {base.__name__ for base in type(part).__mro__} for part in some)]
         equal = [some for some in lists if len({type(part) for part in some}) == 1]
-        return list(max(named or equal, key=len, default=()))
+        return max(named or equal, key=len, default=[])
 
     def summary_fields(self, model: nn.Module, datasets: Any) -> dict[str, Any]:
         """Return the size, the type and the blocks."""

@@ -56,7 +56,7 @@ class TransformersRecipe(Recipe):
     pretrained: str | None = None
     """What ``init_from`` sets where it is no run: a hub id or folder, which brings its own tokenizer."""
     context: int | str = "auto"
-    """Context length, in tokens; auto: that of the size."""
+    """Context length, in tokens; auto: that of the size, or what the start says for a model without sizes."""
     attention: str = "sdpa"
     """sdpa: torch's fused kernels, where they support the model's mask and bias; eager: T × T scores in memory."""
     lora: LoRA = field(default_factory=LoRA)
@@ -362,7 +362,6 @@ class SizedRecipe(TextRecipe):
 
     @property
     def kind(self) -> str:
-        """Transformers' type of the model."""
         return self.name
 
     def network_class(self) -> Any:

@@ -22,7 +22,9 @@ for module in IMPORTED:
 compose_quickly()
 shortcuts.take()
 for recipe in sorted(path.stem for path in (compose.CONF / "recipe").glob("*.yaml")):
-    compose.compose([f"recipe={recipe}"])  # imports them all, reads conf/, and the parser learns its grammar
+    compose.compose(
+        [f"recipe={recipe}", "data=synthetic"]
+    )  # imports them all, reads conf/, and the parser learns its grammar
 conversions = importlib.import_module("transformers.conversion_mapping")
 conversions.get_checkpoint_conversion_mapping("gpt2")  # compiles a thousand expressions
 assert threading.active_count() == 1, threading.enumerate()

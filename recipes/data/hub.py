@@ -49,8 +49,10 @@ ROWS = ("auto", "lines", "documents")
 """What the rows of a text dataset are; auto: see ``are_lines``."""
 _WANTED = {
     "text": 'a row has one text, a string (no tokens, no numbers), in a column of its own, as {"text": "…"} has',
+    "pair": "the second text of a pair is a string, in a column that is neither the first's nor the label's",
     "image": "name a folder of images with a metadata.csv that has the columns file_name and label",
-    "label": "an image has one label, a word or a number, in a column of its own",
+    "label": "a row has one label, a word or a number, in a column of its own; a text may have several, in a column of "
+    "lists or in columns of 0 and 1: data.label_column=[…,…]",
 }
 """What rows have, by the kind of column that is sought."""
 
@@ -523,7 +525,8 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
                 *(f"data.text_column={name}" for name in texts[:4]),
                 f"data.text_column={first} data.pair_column={second}",
             )
-        columns = [self._column(dataset.select_columns(others), "text_column", _is_text)]
+        dataset = dataset.select_columns(others)
+        columns = [self._column(dataset, "text_column", _is_text)]
         return columns + ([self._column(dataset, "pair_column", _is_text)] if self.pair_column else [])
 
     def _labels(self, key: str, choice: str, label: str | list[str], classes: list[str]) -> np.ndarray:

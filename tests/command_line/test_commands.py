@@ -28,8 +28,16 @@ IMAGES = ("recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "recipe.image_size=
 NEEDS: dict[str, tuple[str, ...]] = {
     "recipe/bignet": SMALL[1:],
     "recipe/gpt2": GPT2[1:],
+    "recipe/causal_lm": (
+        *("recipe.model_type=qwen3", "recipe.config.num_hidden_layers=1", "recipe.config.hidden_size=16"),
+        *("recipe.config.intermediate_size=16", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
+    ),
     "recipe/bert": ("recipe.context=16", "data=synthetic", "data.vocab_size=90"),
     "recipe/llama": ("recipe.layers=1", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
+    "recipe/text_classifier": (
+        "recipe.model_type=bert", "recipe.config.hidden_size=32", "recipe.config.num_hidden_layers=1",
+        "recipe.config.num_attention_heads=2", "recipe.context=16", "data=synthetic", "data.vocab_size=90",
+    ),
     "recipe/t5": ("recipe.context=16", "data=synthetic", "data.vocab_size=90"),
     "recipe/resnet": ("recipe.arch=shufflenet_v2_x0_5",),
     "augment/imagenet": IMAGES,

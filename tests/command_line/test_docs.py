@@ -34,7 +34,8 @@ ELSEWHERE = (
     # Installs, downloads, or needs another machine.
     "source .venv/bin/activate", "pip ", "make ", "sbatch ", f"{TRAIN} -m hydra/launcher=submitit_slurm",
     f"{TRAIN} recipe=gpt2 data=hub", f"{TRAIN} recipe=resnet precision=fp16 scaler=dynamic",
-    f"{TRAIN} recipe=resnet recipe.arch=resnet18 init_from=DEFAULT",
+    f"{TRAIN} recipe=resnet recipe.arch=resnet18 init_from=DEFAULT", f"{TRAIN} recipe=causal_lm init_from=",
+    f"{TRAIN} recipe=text_classifier",
     # Takes several processes, or minutes.
     "torchrun ", "python benchmarks/bench.py", "python scripts/advise.py",
     "python scripts/compare.py", "python scripts/lr_range.py", "python scripts/max_batch.py",
@@ -49,6 +50,7 @@ ELSEWHERE = (
 )  # fmt: skip
 SMALL = {
     "gpt2": ("recipe.context=16",),
+    "causal_lm": ("recipe.context=16", "data.tokenizer=bytes"),
     "resnet": ("recipe.arch=shufflenet_v2_x0_5", "recipe.image_size=32", "loader.workers=0"),
     "bignet": ("recipe.layers=2", "recipe.width=8", "data.samples=16"),
 }

@@ -19,6 +19,7 @@ from tests.helpers import PROJECT
 from tests.hub import Hub, served
 from tests.recipes.test_hub import STORIES, labelled
 from tests.recipes.test_pretrained import WORDS, write_model
+from tests.recipes.test_text_classifier import classifier, reviews
 
 Run = Callable[..., str]
 SMALL = ("steps=1", "batch_size=2", "eval_samples=4", "tracking=local", "device=cpu", "profiler=none")
@@ -30,6 +31,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Hub:
     """Models and datasets; not served yet."""
     hub, root = Hub(), tmp_path_factory.mktemp("repositories")
     write_model("gpt2", root / "gpt2")
+    hub.add_model("tiny/distilbert", classifier(root / "distilbert"))
+    hub.add_dataset("tiny/reviews", reviews(root / "reviews"))
     hub.add_model("tiny/gpt2", root / "gpt2")
     hub.add_model("gpt2", root / "gpt2")  # without the name of an owner
     hub.add_model("tiny/tagged", root / "gpt2", revisions=("main", "v1.0", "refs/pr/1"))
@@ -127,6 +130,7 @@ SOURCES = {
     "tokenizer": ("recipe=gpt2", "recipe.size=nano", "data.tokenizer=tiny/gpt2", *TEXT),
     "text": (*STORY, "data.name=tiny/stories"),
     "streamed text": (*STORY, "data.name=tiny/stories", "data.max_tokens=9000"),
+    "labels": ("recipe=text_classifier", "init_from=tiny/distilbert", "data.name=tiny/reviews"),
     "images": ("recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=32", "data=hub", "data.name=tiny/animals"),
     "timm": ("recipe=resnet", "recipe.arch=timm/test_vit", "init_from=DEFAULT", "data=digits", "recipe.image_size=48"),
 }

@@ -21,6 +21,13 @@ SIZES = ("batch_size=8", "eval_every=2", "eval_samples=24", "tracking=local", "l
 JOBS = {
     "gpt2": ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "precision=bf16", "data.vocab_size=300"),
     "chars": ("recipe=llama", "recipe.context=16", "data.tokenizer=chars"),
+    "windows": (
+        *("recipe=causal_lm", "recipe.model_type=gemma3_text", "recipe.context=16", "data.vocab_size=300"),
+        *("recipe.config.num_hidden_layers=2", "recipe.config.hidden_size=32", "recipe.config.intermediate_size=48"),
+        *("recipe.config.num_attention_heads=4", "recipe.config.num_key_value_heads=2", "recipe.config.head_dim=8"),
+        *("recipe.config.layer_types=[sliding_attention,full_attention]", "recipe.config.sliding_window=8"),
+        *("recipe.config.max_position_embeddings=16", "recipe.config.initializer_range=0.2"),
+    ),
     "bert": ("recipe=bert", "recipe.context=32", "data.vocab_size=300"),
     "t5": ("recipe=t5", "recipe.context=32", "data.vocab_size=300"),
     "images": (

@@ -41,7 +41,7 @@ def recorded(run: Path) -> dict[str, float]:
     return {key.removeprefix("valid/"): line[key] for line in lines for key in line if key.startswith("valid/")}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "chars", "bert", "t5", "images"])
+@pytest.mark.parametrize("name", ["gpt2", "chars", "windows", "bert", "t5", "images"])
 def test_the_best_metrics_of_the_run_come_out_again(name: str, here: Path, tmp_path: Path) -> None:
     done = evaluate(f"run=outputs/{name}", f"output={tmp_path}")
     assert done.code == 0, done.err
@@ -108,7 +108,7 @@ def test_photos_of_some_of_the_classes_in_another_order_get_the_models_labels(he
     assert "the class 'green', which the model was not trained on (its 3 classes: bright, dark, grey)" in refused.err
 
 
-@pytest.mark.parametrize("name", ["gpt2", "chars", "bert", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", "chars", "windows", "bert", "t5"])
 def test_other_text_is_encoded_with_the_models_tokenizer(name: str, here: Path, tmp_path: Path) -> None:
     exported = RunOptions(f"outputs/{name}").find()
     overrides = ["data=text", "data.path=other.txt"]

@@ -19,7 +19,7 @@ from tests.inference.conftest import script
 generate = script("inference.generate:generate")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "chars"])
+@pytest.mark.parametrize("name", ["gpt2", "chars", "windows"])
 @pytest.mark.parametrize("prompt", ["The fox", 3 * "The quick brown fox jumps over the lazy dog. "])
 def test_greedy_text_is_of_the_last_tokens_that_the_context_has_room_for(
     name: str, prompt: str, here: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -123,6 +123,22 @@ def test_what_ends_a_text_is_not_printed(here: Path, tmp_path: Path) -> None:
     done = generate(f"run={tmp_path}/best", "prompt=The fox", "temperature=0")
     assert done.code == 0, done.err
     assert "tokens/s (1 in" in done.err
+
+
+def test_a_chat_gets_the_answer_to_the_prompt_by_the_tokenizers_template(here: Path, tmp_path: Path) -> None:
+    """It is what follows the rendered message; the plain folder tells which recipe reads it."""
+    chat = ("prompt=The fox", "chat=true", "temperature=0", "max_new_tokens=5", "precision=fp32")
+    refused = generate("run=outputs/windows", *chat)
+    assert refused.code == 2
+    assert "chat=true: the tokenizer of run=outputs/windows has no chat template; set chat=false" in refused.err
+    folder = shutil.copytree("outputs/windows/best", tmp_path / "chat")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}Q: {{ m.content }}\n{% endfor %}A:"
+    tokenizer.save_pretrained(folder)
+    answer = generate(f"run={folder}", *chat)
+    assert answer.code == 0, answer.err
+    continued = generate(f"run={folder}", "prompt=Q: The fox\nA:", *chat[2:])
+    assert f"Q: The fox\nA:{answer.out}" == continued.out
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

@@ -417,7 +417,7 @@ def test_a_column_of_encoded_images_is_one_of_images(nested: bool, parquet: Path
         ([0.5, math.nan] * 10, "row 1 has the label nan"),
         ([None, "a"] * 10, "row 0 has the label None"),
         (list(range(20)), "20 values in 20 rows, which are no classes"),
-        ([["a", "b"]] * 20, "an image has one label"),
+        ([["a", "b"]] * 20, "a row has one label"),
     ],
 )
 def test_labels_that_are_no_classes_are_refused(labels: list[Any], message: str, parquet: Path) -> None:

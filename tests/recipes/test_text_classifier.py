@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from transformers import (
     pipeline,
 )
 
+from inference.evaluate import evaluate
 from tests.helpers import compose, fit, same_bits, trainer_of
 from trainer.checkpoint.reader import load
 from trainer.data.contract import SampleId
@@ -92,6 +94,19 @@ def write_model(kind: str, folder: Path, classes: Sequence[str] = CLASSES, cls: 
     config = CONFIG_MAPPING[kind](**options)
     (cls or AutoModelForSequenceClassification).from_config(config).save_pretrained(folder)
     return f"init_from={folder}"
+
+
+def classifier(folder: Path) -> Path:
+    """Write a small pretrained classifier; return its folder."""
+    write_model("distilbert", folder)
+    return folder
+
+
+def reviews(folder: Path) -> Path:
+    """Write a folder of labelled texts, with a split to validate on, and return it."""
+    write_rows(folder / "train.jsonl", rows())
+    write_rows(folder / "validation.jsonl", rows(6))
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -189,8 +204,10 @@ def test_pairs_are_encoded_as_transformers_encodes_them(kind: str, tmp_path: Pat
 NEW = ("recipe.model_type=bert", *(f"recipe.config.{key}={value}" for key, value in SHAPE.items()))
 
 
-def test_a_new_model_has_its_own_tokenizer_and_is_evaluated_and_resumed(tmp_path: Path) -> None:
-    """Stopped and resumed it has the same bits as never stopped."""
+def test_a_run_of_a_new_model_is_resumed_evaluated_and_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its own tokenizer. Stopped and resumed it has the same bits as never stopped."""
     name = write_rows(tmp_path / "a.jsonl", rows())
     job = ("recipe=text_classifier", *NEW, name, "data.vocab_size=300", "batch_size=4", "eval_samples=6", "device=cpu")
     runs = (
@@ -207,6 +224,13 @@ def test_a_new_model_has_its_own_tokenizer_and_is_evaluated_and_resumed(tmp_path
     train(compose(*runs, "run_name=parts", "steps=4", "resume=auto"))
     states = [load(tmp_path / run / "checkpoints", 4).tensors() for run in ("whole", "parts")]
     assert same_bits(*states)
+    best = tmp_path / "whole" / "best"
+    for given, more in ((best.parent, []), (shutil.copytree(best, tmp_path / "exported"), [name, "data=hub"])):
+        evaluate([f"run={given}", "precision=fp32", *more])
+        assert {*CLASSES, "mcc"} <= {*capsys.readouterr().out.split()}
+        assert (given / "evaluation" / "confusion.csv").is_file()
+    (found,) = pipeline("text-classification", model=str(best), device="cpu")("w1 w2")
+    assert found["label"] in CLASSES
     assert {"valid/accuracy", "valid/f1_macro", "valid/mcc"} <= whole.summary["final"].keys()
 
 
@@ -343,6 +367,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "some have none": ({"label": lambda n: "ab"[n % 2] if n % 5 else None}, (), "row 0 has the label None.*8 of 40"),
     "not 0 or 1": ({"label": lambda n: n % 3}, ("data.label_column=[label]",), "row 2 has 2 in label, which is not 0"),
     "no such column": ({}, ("data.label_column=stars",), "stars is not a column of type label"),
+    "label as text": (
+        {"label": lambda n: "ab"[n % 2]}, ("data.pair_column=label",), "label is not a column of type pair",
+    ),
     "chats": (
         {"text": None, "label": lambda n: "ab"[n % 2], "messages": [{"role": "user", "content": "hello"}]}, (),
         "no columns are of type text.*messages has chats",

@@ -149,6 +149,7 @@ TEXT = ("recipe.size=nano", "data=synthetic", "recipe.context=32")
 OURS = {
     "gpt2": TEXT, "llama": TEXT, "bert": TEXT, "t5": TEXT, "bignet": ("recipe.layers=2", "recipe.width=8"),
     "resnet": ("recipe.arch=shufflenet_v2_x0_5", "augment=light", "augment.mixup=0.2"),
+    "text_classifier": ("recipe.model_type=distilbert", "recipe.config.n_layers=1", "data=synthetic"),
 }  # fmt: skip
 
 

@@ -259,9 +259,9 @@ def opened(
         made[name] = EncodedTexts(encoded[id(part.dataset)], part.labels, part.rows, pad, encoding.length)
         cut = made[name].cut
         counts.append(f"{len(part.rows):,} {NAMES[name]}" + f" ({cut:,} cut to {encoding.length} tokens)" * bool(cut))
-    several = made["train"].labels.dtype == torch.bool
+    multi_label = made["train"].labels.dtype == torch.bool
     texts = f"pairs of {columns[0]} and {columns[1]}" if len(columns) > 1 else f"texts of {columns[0]}"
-    about = f"{len(classes)} classes ({shortened(classes)}), {'any number' if several else 'one'} for each"
+    about = f"{len(classes)} classes ({shortened(classes)}), {'any number' if multi_label else 'one'} for each"
     if missing := sum(split.data.column(name).null_count for split in splits.values() for name in columns):
         about += f", {missing:,} missing texts count as empty"
     return LabelledDatasets(
@@ -270,7 +270,7 @@ def opened(
         f"{title}: {', '.join(counts)} {texts} (validation: {origin}), {about}, {tokenizer.label}",
         test=made.get("test"),
         classes=classes,
-        multi_label=several,
+        multi_label=multi_label,
         tokenizer=tokenizer,
         pad=pad,
         vocabulary=max(tokenizer.vocab_size, encoding.vocabulary),

@@ -51,7 +51,8 @@ def test_data_is_refused_by_a_recipe_that_has_no_use_for_it() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("hardware", [CPU, GPU], ids=["cpu", "gpu"])
 def test_auto_becomes_numbers_that_fit_together(recipe: str, hardware: Hardware) -> None:
-    plan = plan_of(compose(f"recipe={recipe}"), hardware)
+    named = {"causal_lm": ["recipe.model_type=qwen3"], "text_classifier": ["recipe.model_type=bert", "data=synthetic"]}
+    plan = plan_of(compose(f"recipe={recipe}", *named.get(recipe, [])), hardware)
     composed = plan.config
     for key in ("steps", "batch_size", "micro_batch_size", "eval_every", "eval_samples"):
         assert isinstance(getattr(composed, key), int)
