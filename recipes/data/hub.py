@@ -237,12 +237,14 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         train, valid = self._split("train_split", self.train_split), self._valid_split()
         self._refuse_chat_options()
         self._image_column(train)
-        label = self._column(train, "label_column", _is_class if self.label_column is None else _may_be_class)
-        classes = _classes(train, label)
+        label = self._labels_column(train)
+        classes = label if isinstance(label, list) else _classes(train, label)
         labels = self._labels("train_split", self.train_split, label, classes)
         parts, origin = {"training": self._images(train, labels)}, f"the dataset's split {valid}"
         if valid is None:
-            chosen, origin = held_out(labels, self.valid_fraction), f"{self.valid_fraction:.3g} of each class"
+            several = labels.ndim > 1
+            chosen = held_out(np.zeros(len(labels)) if several else labels, self.valid_fraction)
+            origin = f"{self.valid_fraction:.3g} of {'all' if several else 'each class'}"
             parts["training"] = self._images(train, labels, np.flatnonzero(~chosen))
             parts["validation"] = self._images(train, labels, np.flatnonzero(chosen))
         for part, key, choice in (("validation", "valid_split", valid), ("test", "test", self.test)):

@@ -414,10 +414,9 @@ def test_a_column_of_encoded_images_is_one_of_images(nested: bool, parquet: Path
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([0.5, math.nan] * 10, "row 1 has the label nan"),
+        ([0.5, math.nan] * 10, "label has fractions, as for a regression"),
         ([None, "a"] * 10, "row 0 has the label None"),
         (list(range(20)), "20 values in 20 rows, which are no classes"),
-        ([["a", "b"]] * 20, "a row has one label"),
     ],
 )
 def test_labels_that_are_no_classes_are_refused(labels: list[Any], message: str, parquet: Path) -> None:
@@ -427,6 +426,17 @@ def test_labels_that_are_no_classes_are_refused(labels: list[Any], message: str,
     Dataset.from_parquet(str(parquet)).add_column("label", labels).to_parquet(file)
     with pytest.raises(UserError, match=message):
         Hub(name=str(file), label_column="label").images(8)
+
+
+def test_images_with_lists_of_labels_have_several(parquet: Path) -> None:
+    from datasets import Dataset
+
+    file, labels = parquet.with_name("labelled.parquet"), [["a", "b"], ["c"], []] * 6 + [["a"], ["b"]]
+    Dataset.from_parquet(str(parquet)).add_column("label", labels).to_parquet(file)
+    opened = Hub(name=str(file), label_column="label").images(8)
+    assert (opened.classes, opened.multi_label) == (["a", "b", "c"], True)
+    rows = [opened.train.labels[row].tolist() for row in range(len(opened.train))]
+    assert all([name for name, is_on in zip("abc", row, strict=True) if is_on] in labels for row in rows)
 
 
 def test_a_table_of_files_and_labels_is_said_to_go_into_the_folder_of_the_images(
