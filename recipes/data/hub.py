@@ -554,7 +554,7 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         batches = dataset.select_columns([label]).iter(10_000)  # all at once would be many objects of Python
         values = (value for batch in batches for value in batch[label])
         several = _item(feature) is not feature
-        rows = [value if several and value is not None else [value] for value in values] if several else None
+        rows = [[value] if value is None else value for value in values] if several else None
         flat = values if rows is None else (value for row in rows for value in row)
         numbers = np.fromiter((known.get(str(value), -1) for value in flat), np.int64)
         row_of = np.arange(len(numbers)) if rows is None else np.repeat(np.arange(len(rows)), [*map(len, rows)])
