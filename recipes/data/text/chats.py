@@ -340,7 +340,7 @@ def open_chats(cache: Path, title: str, parts: Mapping[str, Chats], options: Opt
         samples={"valid": samples[valid], **samples},
         packing=options.packing,
         question=meta["question"],
-        added=0 if own and own.chat_template else len(CHATML_TOKENS),
+        added=tokenizer.vocab_size - own.vocab_size if own else 0,
     )
 
 

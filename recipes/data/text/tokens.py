@@ -73,7 +73,7 @@ class TokenData:
     question: str = ""
     """Of chats: the beginning of a user's message; empty: there is none."""
     added: int = 0
-    """Special tokens that were added to a tokenizer without a chat template."""
+    """Special tokens that a tokenizer without a chat template got, and did not have."""
 
 
 @dataclass(kw_only=True)
