@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def cache_folder() -> Path:
-    """Return the folder of the cache: ``$MANTISSA_CACHE``, or ``~/.cache/mantissa``."""
-    return Path(os.environ.get("MANTISSA_CACHE") or "~/.cache/mantissa").expanduser()
+def cache_folder(given: str | None = None) -> Path:
+    """Return the folder of the cache: ``given``, ``$MANTISSA_CACHE``, or ``~/.cache/mantissa``."""
+    chosen = given if given is not None else os.environ.get("MANTISSA_CACHE") or "~/.cache/mantissa"
+    return Path(chosen).expanduser()
 
 
 def cached(kind: str, of: dict[str, Any], work: Callable[[], T]) -> T:

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mantissa.display import counted, quantity, shortened
+from recipes.data.text.cache import built, completed
 from recipes.data.text.tokenizers import CHATML, CHATML_TOKENS, OF_TEXT, Tokenizer
-from recipes.data.text.tokens import Samples, TokenData, built, completed, log, warn_of_unknown
+from recipes.data.text.tokens import Samples, TokenData, log, warn_of_unknown
 from trainer.errors import UserError, first_line
 from trainer.files import read_json, write_json
 from trainer.terminal import work
@@ -360,19 +361,15 @@ def _build(folder: Path, parts: Mapping[str, Chats], options: Options, tokenizer
             ids_file, targets_file = partial / f"{name}.bin", partial / f"{name}.targets"
             with ids_file.open("wb") as file, targets_file.open("wb") as marks, tokenizing as advance:
                 for ids, targets, sizes in _encoded(chats, tokenizer, options.train_on, counts):
-                    ids.astype(_dtype(tokenizer)).tofile(file)
+                    ids.astype(tokenizer.dtype).tofile(file)
                     targets.tofile(marks)
                     lengths.extend(sizes)
                     advance(len(lengths) - 1)
             np.save(partial / f"{name}.starts.npy", np.cumsum(lengths, dtype=np.int64))
         shares = {name: counts[name] / counts["tokens"] for name in ("unknown", "targets")}
         asked = _question(parts["valid" if "valid" in parts else "train"])
-        meta = {"dtype": _dtype(tokenizer).name, "special": counts["special"], "question": asked}
+        meta = {"dtype": tokenizer.dtype.name, "special": counts["special"], "question": asked}
         write_json(partial / "meta.json", meta | shares)
-
-
-def _dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
-    return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
 
 
 def _encoded(

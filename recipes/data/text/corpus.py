@@ -69,7 +69,7 @@ class TokenizedText(TextSource):
     @property
     def cache_folder(self) -> Path:
         """The folder that ``cache_dir`` means."""
-        return cache_folder() if self.cache_dir is None else Path(self.cache_dir).expanduser()
+        return cache_folder(self.cache_dir)
 
     def known_tokenizer(self, given: str | None) -> Tokenizer | None:
         """Return the tokenizer that ``given`` (see ``tokens``) or the option names; None: it is made of the text."""

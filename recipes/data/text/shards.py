@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import glob
-import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from mantissa.display import counted, quantity, shortened
+from recipes.data.text.cache import building, digest
 from recipes.data.text.files import missing, typed
 from recipes.data.text.pretrained import open_tokenizer
 from recipes.data.text.tokenizers import Tokenizer, numbers
@@ -23,7 +21,7 @@ from recipes.data.text.tokens import TextSource, TokenData
 from trainer.cache import cache_folder, cached
 from trainer.data.contract import check_no_overlap
 from trainer.errors import UserError, check_choice, check_number, check_range
-from trainer.files import flush, locked
+from trainer.files import flush
 from trainer.terminal import work
 
 ENDINGS = (".bin", ".npy", ".parquet")
@@ -256,9 +254,9 @@ class TokenShards(TextSource):
             raise UserError(f"{where}: input_ids is {kind}; a row has a list of whole numbers there")
         wanted = "uint32" if self.dtype == "auto" else self.dtype
         stat = path.stat()
-        of = json.dumps([str(path.absolute()), stat.st_size, stat.st_mtime_ns, wanted])
-        cache = cache_folder() if self.cache_dir is None else Path(self.cache_dir).expanduser()
-        flat = cache / "tokens" / f"{path.stem}-{hashlib.sha256(of.encode()).hexdigest()[:16]}.bin"
+        of = digest([str(path.absolute()), stat.st_size, stat.st_mtime_ns, wanted])
+        cache = cache_folder(self.cache_dir)
+        flat = cache / "tokens" / f"{path.stem}-{of}.bin"
         with building(cache, flat):
             if not flat.exists():
                 unfinished, rows = flat.with_name(f".{flat.name}.partial"), 0
@@ -310,24 +308,6 @@ class TokenShards(TextSource):
                     raise UserError(f"{what}, which is rather of another type; set data.dtype, or data.vocab_size")
                 raise UserError(f"{what}, and data.vocab_size={vocabulary} has the ids 0 to {most - 1:,}")
         return largest
-
-
-@contextmanager
-def building(cache: Path, made: Path) -> Iterator[None]:
-    """Make a file or folder of the cache, which other processes wait for; its folder is made.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    try:
-        made.parent.mkdir(parents=True, exist_ok=True)
-        with locked(made.parent / f".{made.name}.lock"):
-            yield
-    except OSError as error:  # numpy's has no strerror
-        raise UserError(
-            f"data.cache_dir={cache} cannot be written ({error.strerror or error}); free disk space, or set another "
-            "folder, here or in the environment variable MANTISSA_CACHE"
-        ) from None
 
 
 def _paths(key: str, name: str) -> tuple[Path, list[Path]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from mantissa.display import quantity
+from recipes.data.text.cache import FORMAT, building, digest
 from recipes.data.text.pretrained import local_path, opening
-from recipes.data.text.shards import TokenFile, TokenFiles, building
+from recipes.data.text.shards import TokenFile, TokenFiles
 from recipes.data.text.tokenizers import OF_TEXT, OWN_BPE, Tokenizer
-from recipes.data.text.tokens import FORMAT, TokenData, _encoded, pieces
+from recipes.data.text.tokens import TokenData, encoded, pieces
 from trainer.errors import UserError
 from trainer.files import flush, read_json, write_json
 from trainer.terminal import work
@@ -68,8 +68,8 @@ class Streams:
 
     def is_held_out(self, number: int) -> bool:
         """Return whether the training document of this number is for validation: always the same ones are."""
-        digest = hashlib.blake2b(str(number).encode(), digest_size=8).digest()
-        return int.from_bytes(digest) < self.held_out * 2**64
+        hashed = hashlib.blake2b(str(number).encode(), digest_size=8).digest()
+        return int.from_bytes(hashed) < self.held_out * 2**64
 
 
 def revision_of(name: str) -> str | None:
@@ -82,7 +82,7 @@ def revision_of(name: str) -> str | None:
     if path:
         files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
         stats = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-        return _digest(stats)
+        return digest(stats)
     from huggingface_hub import HfApi
 
     with opening(name, f"data.name={name}", "cannot be opened", "give an id that opens") as place:
@@ -115,7 +115,7 @@ def open_or_stream(
     from tokenizers import __version__
 
     how = tokenizer.identity() if tokenizer else [OWN_BPE, vocab_size, __version__]
-    parent, key = cache / "stream", _digest([FORMAT, name, settings, tokens, how])
+    parent, key = cache / "stream", digest([FORMAT, name, settings, tokens, how])
     revision = revision_of(name)
     kept = sorted(parent.glob(f"{key}-*/{META}"), key=lambda file: file.stat().st_mtime)
     folder = kept[-1].parent if revision is None and kept else parent / f"{key}-{revision}"
@@ -139,10 +139,6 @@ def open_or_stream(
     return TokenData(parts["train"], parts["valid"], opened, f"{name}: {about}", parts.get("test"), sizes)
 
 
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-
-
 def _build(folder: Path, streams: Streams, tokenizer: Tokenizer | None, vocab_size: int, tokens: int) -> None:
     """Fill a folder beside ``folder``, which takes its name at the end; what a killed process left there is continued.
 
@@ -161,16 +157,15 @@ def _build(folder: Path, streams: Streams, tokenizer: Tokenizer | None, vocab_si
         write_json(partial / STATE, {"parts": dict.fromkeys(sorted(parts), empty), "splits": {}})
     tokenizer = tokenizer or OF_TEXT[OWN_BPE].load(partial)
     state = read_json(partial / STATE)
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     for split in streams.splits:
         limit = tokens if split == "train" else max(1, tokens // _OTHERS)
-        _read(partial, state, split, streams, tokenizer, dtype, limit)
+        _read(partial, state, split, streams, tokenizer, limit)
     for part, done in state["parts"].items():
         if not done["tokens"]:
             raise UserError(
                 f"data.name={streams.name}: no text is left for the {part} part; set a larger data.max_tokens"
             )
-    about = {"dtype": dtype.name, "column": streams.column, "origin": streams.origin}
+    about = {"dtype": tokenizer.dtype.name, "column": streams.column, "origin": streams.origin}
     whole = state["parts"]["train"]["tokens"] < tokens
     write_json(partial / META, about | {"whole": whole, "parts": state["parts"]})
     partial.rename(folder)
@@ -186,9 +181,7 @@ def _beginning(streams: Streams, characters: int) -> Iterator[str]:
             yield from pieces(text.splitlines(keepends=True))
 
 
-def _read(
-    partial: Path, state: dict[str, Any], split: str, streams: Streams, tokenizer: Tokenizer, dtype: Any, limit: int
-) -> None:
+def _read(partial: Path, state: dict[str, Any], split: str, streams: Streams, tokenizer: Tokenizer, limit: int) -> None:
     """Append the documents of a split to their parts, up to the first that reaches the limit."""
     at = state["splits"].setdefault(split, {"rows": 0, "stream": None, "ended": False})
     if at["ended"]:
@@ -196,7 +189,7 @@ def _read(
     parts = [split, "valid"] if split == "train" and streams.held_out else [split]
     for part in parts:  # cut off what came after the last commit
         with (partial / f"{part}.bin").open("ab") as file:
-            file.truncate(state["parts"][part]["tokens"] * dtype.itemsize)
+            file.truncate(state["parts"][part]["tokens"] * tokenizer.dtype.itemsize)
     documents = streams.documents(split, at["stream"])
     with work(f"streaming the {split} text", limit / 1e6, "M tokens") as advance:
         while not at["ended"]:
@@ -214,22 +207,22 @@ def _read(
                 at["rows"] += 1
                 taken += len(text) + 1
             for part in parts:
-                _append(partial / f"{part}.bin", state["parts"][part], texts[part], tokenizer, dtype)
+                _append(partial / f"{part}.bin", state["parts"][part], texts[part], tokenizer)
             at["stream"] = streams.splits[split].state_dict()
             at["ended"] = at["ended"] or state["parts"][split]["tokens"] >= limit
             write_json(partial / STATE, state)
             advance(state["parts"][split]["tokens"] / 1e6)
 
 
-def _append(path: Path, done: dict[str, int], texts: list[str], tokenizer: Tokenizer, dtype: Any) -> None:
+def _append(path: Path, done: dict[str, int], texts: list[str], tokenizer: Tokenizer) -> None:
     """Append the tokens of documents to a file, and count them."""
     with path.open("ab") as file:
-        for ids, size, _ in _encoded((text.splitlines(keepends=True) for text in texts), tokenizer):
+        for ids, size, _ in encoded((text.splitlines(keepends=True) for text in texts), tokenizer):
             if done["tokens"] and texts:  # before the first of these documents
-                np.array(tokenizer.separator, dtype).tofile(file)
+                np.array(tokenizer.separator, tokenizer.dtype).tofile(file)
                 done["tokens"] += len(tokenizer.separator)
             texts = []
-            ids.astype(dtype).tofile(file)
+            ids.astype(tokenizer.dtype).tofile(file)
             done["tokens"] += len(ids)
             done["bytes"] += size
     flush(path)

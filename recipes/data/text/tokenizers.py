@@ -60,6 +60,11 @@ class Tokenizer:
         self._backend, self.label, self.separator, self.roles = backend, label, list(separator), roles
         self.vocab_size: int = backend.get_vocab_size()
 
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type in which ids are stored: uint16, or uint32 for a large vocabulary."""
+        return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+
     def identity(self) -> str:
         """Return everything that decides how it encodes."""
         return str(self._backend.to_str())

@@ -1,31 +1,25 @@
-"""Token ids of a text: what a source gives to the language recipes, and the cache, which is never half-written."""
+"""Token ids of a text: what a source gives to the language recipes, and how they are made of documents."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import re
-import shutil
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from recipes.data.text.cache import built, completed
 from recipes.data.text.documents import Text
 from recipes.data.text.tokenizers import OF_TEXT, OWN_BPE, Tokenizer
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
-from trainer.files import flush, locked, read_json, write_json
+from trainer.files import read_json, write_json
 from trainer.recipe import DataSource
 from trainer.terminal import work
-
-FORMAT = 10
-"""Part of every cache key: raise it when the same text would become other tokens, or meta.json holds more."""
 
 _PIECE = 2**16
 _CHARACTERS_AT_ONCE = 2**22
@@ -199,51 +193,6 @@ def warn_of_unknown(share: float) -> None:
         log.warning(message + "comparable with another tokenizer's", percent)
 
 
-def built(cache: Path, name: str, key: Any, build: Callable[[Path], None]) -> Path:
-    """Return the folder of the cache for ``key``, which ``build`` makes on the first call.
-
-    Args:
-        cache: the cache's folder.
-        name: begins the folder's name.
-        key: JSON that changes whenever the content does.
-        build: makes the folder, see ``completed``.
-
-    Raises:
-        UserError: the cache folder cannot be written.
-    """
-    key = json.dumps([FORMAT, *key], sort_keys=True)
-    parent = cache / "text"
-    folder = parent / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    if not folder.exists():
-        try:
-            parent.mkdir(parents=True, exist_ok=True)
-            with locked(parent / f".{folder.name}.lock"):
-                if not folder.exists():  # another process may have built it while this one waited
-                    log.info("tokenizing %s; later runs load it from %s", name, folder)
-                    build(folder)
-        except OSError as error:  # numpy's has no strerror
-            raise UserError(
-                f"data.cache_dir={cache} cannot be written ({error.strerror or error}); free disk space, or set "
-                "another folder, here or in the environment variable MANTISSA_CACHE"
-            ) from None
-    return folder
-
-
-@contextmanager
-def completed(folder: Path) -> Iterator[Path]:
-    """Give a folder to write into, which gets its name at the end: what a killed process leaves looks not complete."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-    partial.mkdir()
-    try:
-        yield partial
-        for path in partial.iterdir():
-            flush(path)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
 def _build(folder: Path, splits: Mapping[str, Text], tokenizer: Tokenizer | None, choice: str, vocab_size: int) -> None:
     with completed(folder) as partial:
         if not tokenizer:
@@ -252,15 +201,14 @@ def _build(folder: Path, splits: Mapping[str, Text], tokenizer: Tokenizer | None
                 texts = (piece for part in read for document in part for piece in pieces(document))
                 tokenizer = OF_TEXT[choice].train(texts, vocab_size)
             tokenizer.save(partial)
-        dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
         text_bytes = dict.fromkeys(splits, 0)
         unknown = tokens = 0
         begun = {part: (array("q"), array("I")) for part in splits}  # the documents' beginnings: hashes, lengths
         for part, documents in splits.items():
             tokenizing = work(f"tokenizing the {part} text", documents.megabytes, "MB")
             with (partial / f"{part}.bin").open("wb") as file, tokenizing as advance:
-                for ids, size, beginnings in _encoded(documents, tokenizer):
-                    ids.astype(dtype).tofile(file)
+                for ids, size, beginnings in encoded(documents, tokenizer):
+                    ids.astype(tokenizer.dtype).tofile(file)
                     begun[part][0].extend(map(hash, beginnings))
                     begun[part][1].extend(map(len, beginnings))
                     text_bytes[part] += size
@@ -276,11 +224,11 @@ def _build(folder: Path, splits: Mapping[str, Text], tokenizer: Tokenizer | None
         for part, (hashes, lengths) in begun.items():
             copied = np.searchsorted(known, hashes, "right") > np.searchsorted(known, hashes, "left")
             copies[part] = float(np.average(copied, weights=lengths))
-        meta = {"dtype": dtype.name, "text_bytes": text_bytes, "copies": copies, "unknown": unknown / tokens}
+        meta = {"dtype": tokenizer.dtype.name, "text_bytes": text_bytes, "copies": copies, "unknown": unknown / tokens}
         write_json(partial / "meta.json", meta)
 
 
-def _encoded(documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int, list[str]]]:
+def encoded(documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int, list[str]]]:
     """Yield the ids of the documents, the tokenizer's separator between them, some megabytes at a time.
 
     Each with the bytes of its text, and with the first piece of each document that begins there. A document without
@@ -290,8 +238,8 @@ def _encoded(documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> Iterat
     marked = ((number == 0, piece) for document in documents for number, piece in enumerate(pieces(document)))
     for batch in _batches(marked):
         parts, size = [], 0
-        encoded = tokenizer.encode_many([piece for _, piece in batch])
-        for (begins, piece), encoding in zip(batch, encoded, strict=True):
+        encodings = tokenizer.encode_many([piece for _, piece in batch])
+        for (begins, piece), encoding in zip(batch, encodings, strict=True):
             ids = np.asarray(encoding)
             parts += [separator, ids] if begins and written else [ids]
             size += len(piece.encode()) - _special_bytes(piece, ids, tokenizer.special)
