@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 from mantissa.formats import BF16
 from recipes.causal_lm import CausalLM
 from recipes.data.text.tokens import TextDatasets
-from recipes.huggingface import SizedRecipe
+from recipes.sized import SizedRecipe
 from trainer.errors import UserError, check_choice
 from trainer.hardware import NATIVE, Hardware
 from trainer.recipe import NO_OPTION, Sizes

@@ -9,7 +9,7 @@ from torch import nn
 
 from recipes.causal_lm import CausalLM
 from recipes.data.text.tokens import TextDatasets
-from recipes.huggingface import SizedRecipe
+from recipes.sized import SizedRecipe
 from trainer.errors import UserError, check_number
 from trainer.hardware import Hardware
 from trainer.recipe import NO_OPTION, Decision, Sizes

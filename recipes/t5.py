@@ -14,7 +14,7 @@ from torch import nn
 from mantissa.display import counted
 from recipes.data.text.tokenizers import Tokenizer
 from recipes.data.text.tokens import Ids, TextDatasets, Windows
-from recipes.huggingface import SizedRecipe
+from recipes.sized import SizedRecipe
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.recipe import LossOutput, Sizes
 

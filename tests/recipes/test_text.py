@@ -182,7 +182,7 @@ def test_pieces_give_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) ->
     assert len(pieces) > 200
     assert max(piece.count("of  words") for piece in pieces) == 1
     assert "".join(pieces) == text
-    encoded = list(token_store._encoded([lines, [""], lines], bpe))
+    encoded = list(token_store.encoded([lines, [""], lines], bpe))
     ids = np.concatenate([ids for ids, *_ in encoded]).tolist()
     assert ids == bpe.encode(text) + bpe.separator + bpe.encode(text)
     assert sum(size for _, size, _ in encoded) == 2 * len(text.replace("<|endoftext|>", "").encode())
@@ -208,7 +208,7 @@ def test_the_text_of_unknown_words_is_text_and_nothing_is_cut_off_or_padded(tmp_
     backend.enable_padding(length=9)
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", sep_token="[SEP]").save_pretrained(tmp_path)
     opened = Pretrained.open(str(tmp_path), "data.tokenizer")
-    ((ids, size, _),) = token_store._encoded([["known strange [SEP] [UNK] other"]], opened)
+    ((ids, size, _),) = token_store.encoded([["known strange [SEP] [UNK] other"]], opened)
     assert ids.tolist() == [1, 0, 2, 0, 0]
     assert size == len("known strange   other")
 
