@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 from torch import nn
 
 from mantissa.errors import nearest
-from recipes.huggingface import RECIPES, TextRecipe, check_context
+from recipes.huggingface import RECIPES, TransformersRecipe, check_context, network_of
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.recipe import Decision
 
 
 @dataclass
-class AnyModel(TextRecipe):
+class AnyModel(TransformersRecipe):
     """Any of transformers' models for one task: new ones of random weights, or pretrained ones.
 
     A subclass names the task.
@@ -106,6 +106,11 @@ class AnyModel(TextRecipe):
         """Return transformers' config of the pretrained model, or of a new one of any vocabulary."""
         return self.pretrained_config() if self.pretrained else self._config_of({})
 
+    def new_config(self, cls: Any, vocabulary: int, datasets: Any) -> Any:
+        config = self._config_of(self.own_config(datasets) | {"vocab_size": vocabulary})
+        config._attn_implementation = self.attention
+        return config
+
     def config_options(self) -> dict[str, Any]:
         return self._known_options(type(self.pretrained_config())) if self.config else {}
 
@@ -149,7 +154,7 @@ class AnyModel(TextRecipe):
 
     def blocks(self, model: Any) -> list[nn.Module]:
         """Return the longest list of modules that transformers splits between devices as a whole, else of one class."""
-        network = getattr(model, "network", model)
+        network = network_of(model)
         lists, inside = list[list[nn.Module]](), set[int]()
         for module in network.modules():
             if isinstance(module, nn.ModuleList) and id(module) not in inside:

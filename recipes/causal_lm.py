@@ -104,12 +104,9 @@ class CausalLM(AnyModel):
             return "encodes one text and decodes another"
         return "" if config.model_type in self.classes() else "does not continue a text"
 
-    def new_config(self, cls: Any, vocabulary: int, datasets: TextDatasets) -> Any:
-        """Return the config; of special tokens it has those of the tokenizer: others may lie beyond the vocabulary."""
-        ids = {f"{role}_id": datasets.tokenizer.token_id(role) for role in _SPECIAL}
-        config = self._config_of(ids | {"vocab_size": vocabulary})
-        config._attn_implementation = self.attention
-        return config
+    def own_config(self, datasets: TextDatasets) -> dict[str, Any]:
+        """Return the special tokens of the tokenizer: others may lie beyond the vocabulary."""
+        return {f"{role}_id": datasets.tokenizer.token_id(role) for role in _SPECIAL}
 
     def new_model(self, datasets: TextDatasets) -> LanguageModel:
         """Return the model with the loss inside of forward.

@@ -45,13 +45,22 @@ RECIPES = ("gpt2", "llama", "bert", "t5")
 
 @dataclass
 class TransformersRecipe(Recipe):
-    """A model of transformers, new or pretrained, perhaps with adapters; it is exported for transformers."""
+    """A model of transformers, new or pretrained, perhaps with adapters; it is exported for transformers.
+
+    A subclass names its model (``network_class``, ``new_config``) and its samples (``sampling``).
+    """
 
     # Of adamw's 1e-3: 1e-4, as the upper end of what is usual; and the 2e-4 of Hu et al. 2021 (table 11, GPT-2) and of
     # Dettmers et al., "QLoRA", 2023 (table 9, 7B and 13B).
     fine_tuning_lr: ClassVar[float | None] = 0.1
     adapter_lr: ClassVar[float | None] = 0.2
+    cpu_sizes: ClassVar[Sizes]
+    gpu_sizes: ClassVar[Sizes]
     least_context: ClassVar[int] = 2
+    longest: ClassVar[int] = 512
+    """Tokens of a sample of a pretrained model that takes more, where ``context`` is auto."""
+    vocabulary_multiple = 1
+    """The vocabulary is padded to a multiple of this; not with adapters."""
 
     pretrained: str | None = None
     """What ``init_from`` sets where it is no run: a hub id or folder, which brings its own tokenizer."""
@@ -66,6 +75,140 @@ class TransformersRecipe(Recipe):
         check_choice("recipe.attention", self.attention, dict.fromkeys((type(self).attention, *ATTENTION)))
         check_number("recipe.context", self.context, self.least_context)
         check_range("recipe.dropout", getattr(self, "dropout", 0.0), "[0, 1)")  # Llama has none
+
+    def resolve(self, context: Context) -> tuple[Self, list[Decision]]:
+        """Choose the model and the context."""
+        decisions, data = self.choose_model(context.hardware), context.data
+        if isinstance(self._text(data), TokenizedText | TokenShards) and self.pretrained:  # defaults may stay
+            for key in ("tokenizer", "vocab_size"):
+                if (value := getattr(data, key)) not in (getattr(type(data), key), self.pretrained):
+                    mistake = f"data.{key}={value}"
+                    raise UserError(
+                        f"{mistake} has no effect with init_from={self.pretrained}, which has its own tokenizer",
+                        "",
+                        mistake=mistake,
+                    )
+        if (chosen := self.with_options(decisions)).context == "auto":
+            tokens = chosen.tokens_per_sample
+            decisions.append(Decision("recipe.context", tokens, "tokens per sample, the size's own"))
+        resolved = self.with_options(decisions)
+        if self.lora.rank and self.lora.target == "auto":
+            target = self.lora.targets(self.kind)
+            why = "all linear layers but the output" if target == [ALL] else f"peft's choice for {self.kind}"
+            decisions.append(Decision("recipe.lora.target", target, why))
+            resolved = replace(resolved, lora=replace(self.lora, target=target))
+        return resolved, decisions
+
+    def choose_model(self, hardware: Hardware) -> list[Decision]:
+        """Return what the options of the model that are auto become.
+
+        Raises:
+            UserError: the options make no model.
+        """
+        raise NotImplementedError
+
+    @property
+    def kind(self) -> str:
+        """Transformers' type of the model."""
+        raise NotImplementedError
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """``context``, where it is not auto, else the model's own; of a pretrained model at most ``longest``."""
+        if isinstance(self.context, int):
+            return self.context
+        return min(self.longest, self._positions() or self.longest)
+
+    def sizes(self, hardware: Hardware) -> Sizes:
+        return self.gpu_sizes if hardware.is_gpu else self.cpu_sizes
+
+    def datasets(self, data: DataSource, seed: int) -> TextDatasets:
+        """Tokenise, and cut into samples.
+
+        Raises:
+            UserError: the data is no text, one of its parts is too short for a sample, or it cannot be read.
+        """
+        tokens, context = self._text(data).tokens(self.pretrained), self.tokens_per_sample
+        if tokens.samples:
+            return self.sample_datasets(tokens)
+        parts = {"training": tokens.train, "validation": tokens.valid, "test": tokens.test}
+        shortest, part = min((len(array), part) for part, array in parts.items() if array is not None)
+        if shortest < context + 1:
+            remedies = [f"recipe.context={shortest // 2}"] if shortest // 2 >= self.least_context else []
+            problem = f"data={data.kind}: the {part} text has {shortest} tokens, one sample needs {context + 1}"
+            raise UserError(f"{problem}; give a longer text", *remedies)
+        tokenizer, samples, about = self.sampling(tokens.tokenizer)
+        known = int(self.pretrained_config().vocab_size) if self.pretrained else tokenizer.vocab_size
+        if (new := tokenizer.vocab_size - known) > 0:
+            about += f", {new} of the tokenizer's tokens are new to the model"
+        return TextDatasets(
+            samples(tokens.train),
+            samples(tokens.valid),
+            f"{tokens.description}{about}",
+            test=None if tokens.test is None else samples(tokens.test),
+            tokens=tokens,
+            tokenizer=tokenizer,
+            vocabulary=max(tokenizer.vocab_size, known),
+        )
+
+    def _text(self, data: DataSource) -> TextSource:
+        if not isinstance(data, TextSource):
+            use = "use data=python_docs, text, hub, tokens or synthetic"
+            raise UserError(f"recipe={self.name} cannot read data={data.kind}; {use}")
+        return data
+
+    def sample_datasets(self, tokens: TokenData) -> TextDatasets:
+        """Return datasets of samples that are texts of their own, such as chats.
+
+        Raises:
+            UserError: the recipe trains on running text alone.
+        """
+        title = tokens.description.partition(":")[0]
+        raise UserError(f"recipe={self.name} trains on running text, and {title} has samples of its own, such as chats")
+
+    def sampling(self, tokenizer: Tokenizer) -> tuple[Tokenizer, Callable[[Ids], Dataset], str]:
+        """Return the text's tokenizer with the special tokens of the recipe, what makes samples of a part's ids, and a
+        description of them, which follows that of the text.
+        """
+        raise NotImplementedError
+
+    def network_class(self) -> Any:
+        """Return transformers' class of the model."""
+        raise NotImplementedError
+
+    def new_config(self, cls: Any, vocabulary: int, datasets: TextDatasets) -> Any:
+        """Return transformers' config of a new model of that class and so many token ids."""
+        raise NotImplementedError
+
+    def own_config(self, datasets: Any) -> dict[str, Any]:
+        """Return what the data decides of the config of a new model, such as its special tokens."""
+        raise NotImplementedError
+
+    def config_options(self) -> dict[str, Any]:
+        """Return the options of transformers' config that hold of a pretrained model, too, such as dropout."""
+        return {}
+
+    def new_model(self, datasets: TextDatasets) -> Any:
+        """Return transformers' model in fp32, without adapters: the pretrained one, or one of random weights."""
+        if sys.flags.optimize > 1:
+            raise UserError("transformers needs docstrings: leave out python -OO and PYTHONOPTIMIZE=2")
+        cls = self.network_class()
+        if self.attention == "sdpa" and not cls._supports_sdpa:
+            raise UserError(
+                f"the {cls.__name__} of this transformers has no recipe.attention=sdpa", "recipe.attention=eager"
+            )
+        # With adapters it stays as it is: peft would save a table of another size with them, which fits no base model.
+        multiple = 1 if self.lora.rank else self.vocabulary_multiple
+        vocabulary = math.ceil(datasets.vocabulary / multiple) * multiple
+        if self.pretrained:
+            return self.open_pretrained(cls, vocabulary, **self.config_options())
+        return cls(self.new_config(cls, vocabulary, datasets))
+
+    def build_model(self, datasets: Any) -> Any:
+        """Build the model, and put the adapters into it."""
+        model = self.new_model(datasets)
+        self.lora.inject(network_of(model))
+        return model
 
     def check_type(self, config: Any) -> None:
         """Raise UserError where transformers' config of ``pretrained`` is of a type that the recipe does not train."""
@@ -100,6 +243,11 @@ class TransformersRecipe(Recipe):
             method = quantized.get("quant_method", "some method") if isinstance(quantized, dict) else quantized
             raise UserError(f"{key} has weights that are quantized ({method}); give those in 32 or 16 bits")
         return config
+
+    def _positions(self) -> int | None:
+        """Return how many tokens the pretrained model takes; None: any number."""
+        positions: int | None = getattr(self.pretrained_config(), "max_position_embeddings", None)
+        return positions
 
     def open_pretrained(self, cls: Any, vocabulary: int, **options: Any) -> Any:
         """Return the model of ``pretrained`` in fp32, its tables of token ids resized to ``vocabulary``.
@@ -141,30 +289,11 @@ class TransformersRecipe(Recipe):
         key, failure = f"init_from={self.pretrained}", f"cannot be opened as a {self.name}"
         return opening(str(self.pretrained), key, failure, f"give a folder {WITH_WEIGHTS}")
 
-    def config_options(self) -> dict[str, Any]:
-        """Return the options of transformers' config that hold of a pretrained model, too, such as dropout."""
-        return {}
-
-    def new_model(self, datasets: Any) -> Any:
-        """Return transformers' model in fp32, without adapters: the pretrained one, or one of random weights."""
-        raise NotImplementedError
-
-    def build_model(self, datasets: Any) -> Any:
-        """Build the model, and put the adapters into it."""
-        model = self.new_model(datasets)
-        self.lora.inject(_network(model))
-        return model
-
-    def _positions(self) -> int | None:
-        """Return how many tokens the pretrained model takes; None: any number."""
-        positions: int | None = getattr(self.pretrained_config(), "max_position_embeddings", None)
-        return positions
-
     def adapt_weights(
         self, weights: dict[str, Tensor], model: Any, datasets: TextDatasets, about: dict[str, Any]
     ) -> tuple[dict[str, Tensor], list[Decision]]:
         """Return the weights with this model's padding of the vocabulary."""
-        tables, vocabulary = token_tables(_network(model)), datasets.vocabulary
+        tables, vocabulary = token_tables(network_of(model)), datasets.vocabulary
         before = vocabulary - len(CHATML_TOKENS) * (
             datasets.tokenizer.chat_template == CHATML
         )  # of a run on plain text
@@ -184,19 +313,17 @@ class TransformersRecipe(Recipe):
         """
         folder.mkdir(parents=True, exist_ok=True)
         datasets.tokenizer.save(folder)
-        if positions := getattr(_network(model).config, "max_position_embeddings", None):  # t5 takes any number
+        if positions := getattr(network_of(model).config, "max_position_embeddings", None):  # t5 takes any number
             path = folder / "tokenizer_config.json"
             write_json(path, read_json(path) | {"model_max_length": positions})
         eos, chatml = datasets.tokenizer.token_id("eos_token"), datasets.tokenizer.chat_template == CHATML
-        save_model(_network(model), folder, datasets.vocabulary, eos, new_eos=chatml)
+        save_model(network_of(model), folder, datasets.vocabulary, eos, new_eos=chatml)
         if self.lora.rank:
-            _network(model).save_pretrained(folder / "adapter")  # the adapters alone, as peft reads them
+            network_of(model).save_pretrained(folder / "adapter")  # the adapters alone, as peft reads them
 
-    def _text(self, data: DataSource) -> TextSource:
-        if not isinstance(data, TextSource):
-            use = "use data=python_docs, text, hub, tokens or synthetic"
-            raise UserError(f"recipe={self.name} cannot read data={data.kind}; {use}")
-        return data
+    def summary_fields(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        return {"size": f"{parameters / 1e6:.0f}M pretrained"} if self.pretrained else {}
 
 
 def check_context(context: int | str, positions: int | None) -> None:
@@ -307,6 +434,6 @@ def generated(network: Any, ids: Tensor, vocabulary: int, **options: Any) -> Ten
     return output
 
 
-def _network(model: Any) -> Any:
+def network_of(model: Any) -> Any:
     """Return transformers' model in a recipe's."""
     return getattr(model, "network", model)

@@ -34,7 +34,6 @@ class TextClassifier(AnyModel):
     masks_attention = True
     unit: ClassVar[str] = "tokens"
     task = "SEQUENCE_CLASSIFICATION"
-    model_class = "AutoModelForSequenceClassification"
     cpu_sizes = Sizes(steps=200, batch_size=16, micro_batch_size=16)
     gpu_sizes = Sizes(steps=1000, batch_size=32, micro_batch_size=32)
     # Devlin et al. 2018 (appendix A.3): 5e-5, 3e-5 and 2e-5, batches of 16 and 32.
@@ -95,14 +94,12 @@ class TextClassifier(AnyModel):
             return True, f"its head is kept, whose outputs have no names: they are taken for {shortened(before)}"
         return False, f"with a new output layer: its classes are {shortened(before)}"
 
-    def new_config(self, cls: Any, vocabulary: int, datasets: LabelledDatasets) -> Any:  # type: ignore[override]
-        """Return the config, with the special tokens of the tokenizer: others may lie beyond the vocabulary."""
+    def own_config(self, datasets: LabelledDatasets) -> dict[str, Any]:
+        """Return the classes, and the tokenizer's special tokens: others may lie beyond the vocabulary."""
         first, last = (datasets.tokenizer.token_id(role) for role in ("cls_token", "sep_token"))
         ids = {"cls_token_id": first, "bos_token_id": first, "sep_token_id": last, "eos_token_id": last}
         labels = {"num_labels": len(datasets.classes), "pad_token_id": datasets.pad}
-        config = self._config_of(ids | labels | {"vocab_size": vocabulary})
-        config._attn_implementation = self.attention
-        return config
+        return ids | labels
 
     def new_model(self, datasets: LabelledDatasets) -> Any:  # type: ignore[override]
         """Return transformers' model with an output for each class of the data."""
