@@ -34,6 +34,7 @@ class TextClassifier(AnyModel):
     masks_attention = True
     unit: ClassVar[str] = "tokens"
     task = "SEQUENCE_CLASSIFICATION"
+    model_class = "AutoModelForSequenceClassification"
     cpu_sizes = Sizes(steps=200, batch_size=16, micro_batch_size=16)
     gpu_sizes = Sizes(steps=1000, batch_size=32, micro_batch_size=32)
     # Devlin et al. 2018 (appendix A.3): 5e-5, 3e-5 and 2e-5, batches of 16 and 32.
