@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from io import BytesIO
@@ -12,18 +10,29 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
+from torch import Tensor
 
-from mantissa.display import shortened
+from recipes.data.columns import Labels, column_of, is_text, text_columns
 from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
-from recipes.data.text.chats import FORMS, OPTIONAL, TRAIN_ON, WANTED, Chats, chat_columns, open_chats, split_rows
+from recipes.data.tables import header, table_options
+from recipes.data.text.chats import TRAIN_ON, WANTED, Chats, chat_columns, open_chats, split_rows, used_columns
 from recipes.data.text.chats import Options as ChatOptions
 from recipes.data.text.corpus import TokenizedText
-from recipes.data.text.documents import Rows, Text, split
-from recipes.data.text.files import encoding_of, is_text, not_read, typed
-from recipes.data.text.labelled import Encoding, LabelledDatasets, LabelledSource, Part, check_parts, opened
+from recipes.data.text.documents import Text, split
+from recipes.data.text.files import encoding_of, not_read, typed
+from recipes.data.text.files import is_text as is_text_file
+from recipes.data.text.labelled import (
+    NAMES,
+    Encoding,
+    LabelledDatasets,
+    LabelledRows,
+    LabelledSource,
+    check_parts,
+    opened,
+)
 from recipes.data.text.pretrained import local_path, open_tokenizer, opening
+from recipes.data.text.rows import ROWS, empty_line, text_of
 from recipes.data.text.stream import Streams, open_or_stream
 from recipes.data.text.tokenizers import OWN_BPE
 from recipes.data.text.tokens import TokenData, open_or_build
@@ -39,22 +48,6 @@ BUILDERS = {
     ".txt": "text",
     ".tar": "webdataset",
 }
-_SNIFFED = 1 << 16
-"""Characters of a table by which its form is found."""
-_LEAST = 1000
-"""Characters of a column that is worth naming as the text: of fewer nothing is left to validate on."""
-_BYTES_AT_ONCE = 1 << 24
-"""What is read of a table at a time, about: its rows may be books."""
-ROWS = ("auto", "lines", "documents")
-"""What the rows of a text dataset are; auto: see ``are_lines``."""
-_WANTED = {
-    "text": 'a row has one text, a string (no tokens, no numbers), in a column of its own, as {"text": "…"} has',
-    "pair": "the second text of a pair is a string, in a column that is neither the first's nor the label's",
-    "image": "name a folder of images with a metadata.csv that has the columns file_name and label",
-    "label": "a row has one label, a word or a number, in a column of its own; a text may have several, in a column of "
-    "lists or in columns of 0 and 1: data.label_column=[…,…]",
-}
-"""What rows have, by the kind of column that is sought."""
 
 
 @dataclass
@@ -122,7 +115,8 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         """
         if self.max_tokens is not None:
             return self._streamed(tokenizer, int(self.max_tokens))
-        columns = self._chat_columns
+        features = self._split("train_split", self.train_split).features
+        columns = used_columns(self.name, features, self.text_column)
         if not columns:
             self._refuse_chat_options()
             return super().tokens(tokenizer)
@@ -130,40 +124,14 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
             mistake = f"data.rows={self.rows}"
             problem = f"{mistake} has no effect: data.name={self.name} has chats ({', '.join(columns)})"
             raise UserError(problem, "", mistake=mistake)
-        train, valid = self._chats("train_split", self.train_split, columns), self._valid_split()
-        if self.whole and valid is None:
-            parts = {"train": train}
-        elif valid is None:
-            parts = dict(zip(("train", "valid"), split_rows(train, self.valid_fraction), strict=True))
-        else:
-            chats = self._chats("valid_split", valid, columns)
-            parts = {"train": train, "valid": replace(chats, origin=f"the dataset's split {valid}")}
-        if self.test is not None:
-            parts["test"] = self._chats("test", self.test, columns)
+        parts = {part: self._chats(key, choice, columns) for part, (key, choice) in self._parts().items()}
+        if "valid" in parts:
+            parts["valid"] = replace(parts["valid"], origin=f"the dataset's split {self._valid_split()}")
+        elif not self.whole:
+            train, valid = split_rows(parts.pop("train"), self.valid_fraction)
+            parts = {"train": train, "valid": valid, **parts}
         how = (self.known_tokenizer(tokenizer), self.tokenizer, self.vocab_size, self.train_on, self.packing)
         return open_chats(self.cache_folder, self.title(), parts, ChatOptions(*how))
-
-    @cached_property
-    def _chat_columns(self) -> tuple[str, ...]:
-        """The columns that make the rows chats; empty: they are none, or a column of text is named.
-
-        Raises:
-            UserError: one column of a chat is named, or they are pairs of a better and a worse answer.
-        """
-        features = self._split("train_split", self.train_split).features
-        columns = chat_columns(features)
-        if self.text_column is None:
-            if not columns and {"chosen", "rejected"} <= features.keys():
-                raise UserError(
-                    f"data.name={self.name} has pairs of answers, chosen and rejected, which are not trained on"
-                )
-            return columns
-        chat = next((form for form in FORMS[2:] if all(name in features for name in form)), ())
-        if self.text_column in (*chat, *OPTIONAL.get(chat[0] if chat else "", ())):
-            mistake = typed("data.text_column", self.text_column)
-            problem = f"data.text_column={self.text_column} is one column of chats ({', '.join(chat)})"
-            raise UserError(f"{problem}, which are trained on as a whole", "", mistake=mistake)
-        return ()
 
     def _chats(self, key: str, choice: str, columns: tuple[str, ...]) -> Chats:
         dataset = self._split(key, choice)
@@ -194,25 +162,23 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         """
         from datasets import Dataset
 
-        valid = self._valid_split()
-        named = {"train": self.train_split, "valid": valid, "test": self.test}
-        keys = {"train": "train_split", "valid": "valid_split", "test": "test"}
-        splits = {part: self._split(keys[part], choice) for part, choice in named.items() if choice is not None}
+        parts = self._parts()
+        splits = {part: self._split(key, choice) for part, (key, choice) in parts.items()}
         head = Dataset.from_list(list(splits["train"].take(1000)), features=splits["train"].features)
         if not len(head):
             raise UserError(f"data.train_split={self.train_split}: this split of {self.name} has no rows")
         if chats := [name for name in ("messages", "conversations") if name in head.features and not self.text_column]:
             problem = f"data.name={self.name} has chats ({chats[0]}), which are read whole, without data.max_tokens"
             raise UserError(problem, "", mistake="data.max_tokens")
-        column = self._column(head, "text_column", _is_text)
-        if self.rows == "lines" or (self.rows == "auto" and are_lines(head[column][:])):
+        column = column_of(self.name, head, "text", self.text_column, is_text)
+        if empty_line(head, column, self.rows) is not None:
             problem = f"data.name={self.name}: {column} has lines of one text, and data.max_tokens reads documents"
             raise UserError(problem, "data.rows=documents")
         streams = {part: split.select_columns([column]) for part, split in splits.items()}
-        if valid is not None:
-            return Streams(streams, column, self.name, f"the dataset's split {valid}", 0.0)
-        origin = f"{self.valid_fraction:.3g} of the documents, by their number"
-        return Streams(streams, column, self.name, origin, self.valid_fraction)
+        origin, fraction = f"{self.valid_fraction:.3g} of the documents, by their number", self.valid_fraction
+        if "valid" in parts:
+            origin, fraction = f"the dataset's split {self._valid_split()}", 0.0
+        return Streams(streams, column, self.name, origin, fraction)
 
     def splits(self) -> tuple[Text, Text]:
         """Return the column of text, of the dataset's own splits or of one that is divided (see ``split``)."""
@@ -234,54 +200,26 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         if self.max_tokens is not None:
             mistake = f"data.max_tokens={self.max_tokens:g}"
             raise UserError(f"{mistake} is of text, and has no effect on images", "", mistake="data.max_tokens")
-        train, valid = self._split("train_split", self.train_split), self._valid_split()
+        train = self._split("train_split", self.train_split)
         self._refuse_chat_options()
         self._image_column(train)
-        label = self._labels_column(train)
-        classes = label if isinstance(label, list) else _classes(train, label)
-        labels = self._labels("train_split", self.train_split, label, classes)
-        parts, origin = {"training": self._images(train, labels)}, f"the dataset's split {valid}"
-        if valid is None:
-            several = labels.ndim > 1
-            chosen = held_out(np.zeros(len(labels)) if several else labels, self.valid_fraction)
-            origin = f"{self.valid_fraction:.3g} of {'all' if several else 'each class'}"
-            parts["training"] = self._images(train, labels, np.flatnonzero(~chosen))
-            parts["validation"] = self._images(train, labels, np.flatnonzero(chosen))
-        for part, key, choice in (("validation", "valid_split", valid), ("test", "test", self.test)):
-            if choice is not None:
-                parts[part] = self._images(self._split(key, choice), self._labels(key, choice, label, classes))
-        size = image_size or min(*parts["training"].decoded(0)[0].size, 224)
-        return self.opened(
-            f"{self.name} ({origin})",
-            f"data.name={self.name}",
-            parts,
-            classes,
-            size,
-            parts["training"].shorter_side(),
-            decodes=True,
-        )
+        labels = Labels(self.name, train, self.label_column)
+        rows, origin = self._labelled(labels)
+        parts = {NAMES[part]: self._images(some) for part, some in rows.items()}
+        size, side = image_size or min(*parts["training"].decoded(0)[0].size, 224), parts["training"].shorter_side()
+        title, where = f"{self.name} ({origin})", f"data.name={self.name}"
+        return self.opened(title, where, parts, labels.classes, size, side, decodes=True)
 
     def labelled(self, encoding: Encoding) -> LabelledDatasets:
-        train, valid = self._split("train_split", self.train_split), self._valid_split()
-        label = self._labels_column(train)
-        columns = self._text_columns(train, label)
-        classes = label if isinstance(label, list) else _classes(train, label)
-        labels = torch.from_numpy(self._labels("train_split", self.train_split, label, classes))
-        several = labels.dtype == torch.bool
-        parts, origin = {"train": Part(train, labels, np.arange(len(train)))}, f"the dataset's split {valid}"
-        if valid is None:
-            chosen = held_out(np.zeros(len(train)) if several else labels.numpy(), self.valid_fraction)
-            whole, origin = parts["train"], f"{self.valid_fraction:.3g} of {'all' if several else 'each class'}"
-            parts = {"train": whole.part(np.flatnonzero(~chosen)), "valid": whole.part(np.flatnonzero(chosen))}
-        for part, key, choice in (("valid", "valid_split", valid), ("test", "test", self.test)):
-            if choice is None:
-                continue
-            split = self._split(key, choice)
-            if lacking := [name for name in columns if not _is_text(split.features.get(name))]:
+        train = self._split("train_split", self.train_split)
+        labels = Labels(self.name, train, self.label_column)
+        columns = text_columns(self.name, train, labels.columns, self.text_column, self.pair_column)
+        for key, choice in self._parts().values():
+            features = self._split(key, choice).features
+            if lacking := [name for name in columns if not is_text(features.get(name))]:
                 raise UserError(f"data.{key}={choice}: this split has no texts in a column {lacking[0]}")
-            labels = torch.from_numpy(self._labels(key, choice, label, classes))
-            parts[part] = Part(split, labels, np.arange(len(split)))
-        check_parts(f"data.name={self.name}", parts, classes)
+        parts, origin = self._labelled(labels)
+        check_parts(f"data.name={self.name}", parts, labels.classes)
         if encoding.pretrained:
             tokenizer = open_tokenizer(encoding.pretrained, f"init_from={encoding.pretrained}")
         elif self.tokenizer == OWN_BPE:
@@ -290,7 +228,31 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
             *_, tokenizer = open_or_build(self.cache_folder, self.kind, {"train": texts}, *how)
         else:
             tokenizer = open_tokenizer(self.tokenizer, f"data.tokenizer={self.tokenizer}")
-        return opened(self.name, origin, parts, columns, classes, tokenizer, encoding)
+        return opened(self.name, origin, parts, columns, labels.classes, tokenizer, encoding)
+
+    def _labelled(self, labels: Labels) -> tuple[dict[str, LabelledRows], str]:
+        """Return the rows of each part with their labels, and what the validation part is.
+
+        Raises:
+            UserError: there is no such split, or a row without a label.
+        """
+        parts = {}
+        for part, (key, choice) in self._parts().items():
+            remedy = f"data.valid_split={self.train_split}" if part == "valid" else ""
+            split = self._split(key, choice)
+            parts[part] = LabelledRows(split, labels.of(split, key, choice, remedy), np.arange(len(split)))
+        if "valid" in parts:
+            return parts, f"the dataset's split {self._valid_split()}"
+        train = parts.pop("train")
+        several = train.labels.ndim > 1
+        chosen = held_out(np.zeros(len(train.rows)) if several else train.labels.numpy(), self.valid_fraction)
+        halves = {"train": train.part(np.flatnonzero(~chosen)), "valid": train.part(np.flatnonzero(chosen))}
+        return halves | parts, f"{self.valid_fraction:.3g} of {'all' if several else 'each class'}"
+
+    def _parts(self) -> dict[str, tuple[str, str]]:
+        """Return the option and the split of each part: ``train``, and those that have one, ``valid`` and ``test``."""
+        named = {"train_split": self.train_split, "valid_split": self._valid_split(), "test": self.test}
+        return {key.removesuffix("_split"): (key, name) for key, name in named.items() if name is not None}
 
     def _valid_split(self) -> str | None:
         """Return the split to validate on; None: a part of the training split is."""
@@ -305,62 +267,32 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
 
     def _text(self, key: str, choice: str) -> Text:
         """Return the column of text of a split. Whether its rows are lines is that of the training split's."""
-        empty, (name, column) = self._empty_line, self._text_column(key, choice)
-        # The fingerprint follows the files' contents or, for local ones, their modification times.
-        source = [self.name, choice, name, self._splits[choice]._fingerprint, empty]
-        size = max(len(column), column.data.nbytes)
-        first = f"column {name}, which begins with {(column[0][name] or '')[:30]!r}"
-        if empty is not None:
-            note = f"{first}; rows are lines: joined, without a token between them (data.rows={self.rows})"
-            text = JoinedRows(column, name, empty)
-            return Text(np.array([size]), lambda _: iter([text]), source, range(1), note=note)
-
-        if none := column.data.column(name).null_count:
-            first += f", {none:,} of {len(column):,} rows are empty or a word for it, such as NA, and left out"
-
-        average = size // len(column)
-        at_once = max(1, min(1000, _BYTES_AT_ONCE // average))
-
-        def read(rows: Rows) -> Iterator[list[str]]:
-            for first in range(0, len(rows), at_once):  # select() would copy the numbers of all rows
-                texts = column[rows[first : first + at_once]][name]
-                yield from ((text or "").splitlines(keepends=True) for text in texts)
-
-        sizes = np.broadcast_to(np.int64(average), len(column))
-        note = f"{first}; each row a document (data.rows={self.rows})"
-        return Text(sizes, read, source, range(len(column)), note=note)
+        dataset, column = self._split(key, choice), self._text_column(key, choice)
+        return text_of(dataset, column, [self.name, choice], self._empty_line, self.rows)
 
     @cached_property
     def _empty_line(self) -> str | None:
-        """What a row without text stands for: a blank line, or nothing where rows bring line ends; None: rows are no
-        lines, but documents.
-        """
-        name, column = self._text_column("train_split", self.train_split)
-        some = np.linspace(0, len(column) - 1, min(len(column), 1000)).astype(int).tolist()
-        rows = column[some][name]
-        if self.rows == "documents" or (self.rows == "auto" and not are_lines(rows)):
-            return None
-        return "" if any((row or "").endswith("\n") for row in rows) else "\n"
+        """What a row without text stands for, see ``empty_line``."""
+        column = self._text_column("train_split", self.train_split)
+        return empty_line(self._split("train_split", self.train_split), column, self.rows)
 
-    def _text_column(self, key: str, choice: str) -> tuple[str, Any]:
-        """Return the name of the column of text, and the split with this column alone."""
-        dataset = self._split(key, choice)
-        name = self._column(dataset, "text_column", _is_text)
-        return name, dataset.select_columns([name])
+    def _text_column(self, key: str, choice: str) -> str:
+        return column_of(self.name, self._split(key, choice), "text", self.text_column, is_text)
 
     def _image_column(self, dataset: Any) -> str:
         from datasets import Image
 
-        # Or their bytes, as pandas writes them.
-        return self._column(dataset, "image_column", lambda each: isinstance(each, Image) or "binary" in str(each))
+        def fits(feature: Any) -> bool:
+            return isinstance(feature, Image) or "binary" in str(feature)  # or their bytes, as pandas writes them
 
-    def _images(self, dataset: Any, labels: np.ndarray, rows: np.ndarray | None = None) -> HubImages:
+        return column_of(self.name, dataset, "image", self.image_column, fits)
+
+    def _images(self, some: LabelledRows) -> HubImages:
         from datasets import Image
 
-        name = self._image_column(dataset)
-        encoded = dataset.select_columns([name]).cast_column(name, Image(decode=False))
-        rows = np.arange(len(labels)) if rows is None else rows
-        return HubImages(f"data.name={self.name}", encoded, name, labels, rows, self.on_error)
+        column = self._image_column(some.dataset)
+        encoded = some.dataset.select_columns([column]).cast_column(column, Image(decode=False))
+        return HubImages(f"data.name={self.name}", encoded, column, some.labels, some.rows, self.on_error)
 
     def _local_path(self) -> Path | None:
         """Return the file or folder that ``name`` means, or None for a hub id."""
@@ -369,7 +301,7 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
             if error := not_read(f"data.name={self.name}", path):
                 raise error
             problem = f"data.name={self.name}: the name of a file must end with {', '.join(BUILDERS)}"
-            remedies = [f"data=text {typed('data.path', self.name)}"] if is_text(path) else []
+            remedies = [f"data=text {typed('data.path', self.name)}"] if is_text_file(path) else []
             raise UserError(problem, *remedies, mistake=typed("data.name", self.name))
         return path
 
@@ -442,245 +374,12 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
             raise UserError(f"data.test={choice} is the {role} split; set it to one that is used for nothing else")
         return self._splits[choice]
 
-    def _column(self, dataset: Any, key: str, fits: Callable[[Any], bool]) -> str:
-        """Return the column that ``key`` names, or the only one whose type ``fits``.
-
-        Raises:
-            UserError: no such column, none that fits, or several.
-        """
-        choice: str | None = getattr(self, key)
-        features = dataset.features
-        # Those with underscores are of webdataset itself: a sample's number and its file.
-        fitting = [name for name, feature in features.items() if fits(feature) and not name.startswith("__")]
-        kind = key.removesuffix("_column")
-        if choice and choice in fitting:
-            return choice
-        items = {name: getattr(feature, "feature", None) for name, feature in features.items() if kind == "text"}
-        texts = {"content", "context", "value"}  # of turns in a chat, of paragraphs
-        lists = [name for name, item in items.items() if isinstance(item, dict) and texts & item.keys()]
-        types = {name: getattr(feature, "dtype", None) or feature for name, feature in features.items()}
-        # {"version": …, "data": [{…}, …]} is read as a single row.
-        is_one_row = self.name.endswith(".json") and len(dataset) == 1
-        is_nested = is_one_row and not all(isinstance(dtype, str) for dtype in types.values())
-        if choice is None and len(fitting) == 1 and (not (lists or is_nested) or fitting == ["text"]):
-            return fitting[0]
-        if choice is None and kind == "label" and not fitting and _may_be_class(features.get("label")):
-            return "label"
-        are = "column is" if len(fitting) == 1 else "columns are"
-        wrong = f"{len(fitting) or 'no'} {are}" if choice is None else f"{choice} is not a column"
-        columns = shortened([f"{name} ({str(dtype)[:60]})" for name, dtype in types.items()], 20)
-        parts = [f"data.name={self.name}: {wrong} of type {kind}; its columns are {columns}"]
-        chats = chat_columns(features)
-        whole = "chats: leave data.text_column out" if choice else "chats"
-        parts += [f"{name} has {whole if name in chats else 'texts in lists'}" for name in lists]
-        parts += [WANTED] * (kind == "text" and choice is None and not chats)
-        parts += ["all is in one row: rows below a key are not read, write one row each"] * is_nested
-        if kind == "text" and "input_ids" in features:
-            what = f"{parts[0]}; input_ids are token ids"
-            if self._local_path():
-                remedy = f"data=tokens {typed('data.path', self.name)}"
-                raise UserError(what, remedy, mistake=typed("data.name", self.name))
-            raise UserError(f"{what}: download its parquet files, and read them with data=tokens data.path=…")
-        # A text of a few words, such as a version, trains nothing.
-        named = [name for name in fitting if kind != "text" or _characters(dataset, name) >= _LEAST]
-        remedies = [typed(f"data.{key}", name) for name in named if not is_nested]
-        remedies = remedies or (_label_columns(dataset) if kind == "label" else [])
-        raise UserError("; ".join([*parts, _WANTED[kind]]), *remedies)
-
-    def _labels_column(self, dataset: Any) -> str | list[str]:
-        """Return the column of labels; or several, of 0 and 1.
-
-        Raises:
-            UserError: there is none, or it has numbers that are no classes.
-        """
-        if isinstance(self.label_column, Sequence) and not isinstance(self.label_column, str):
-            for name in self.label_column:
-                if not any(kind in str(getattr(dataset.features.get(name), "dtype", "")) for kind in ("int", "bool")):
-                    columns = shortened([*dataset.features], 20)
-                    raise UserError(f"data.label_column: {name} is no column of 0 and 1; the columns are {columns}")
-            return [*self.label_column]
-        features = {name: _item(feature) for name, feature in dataset.features.items()}
-        named = next((name for name in ("label", "labels") if _may_be_class(features.get(name))), None)
-        label = named if self.label_column is None and sum(map(_is_class, features.values())) != 1 else None
-        fits = _is_class if self.label_column is None else _may_be_class
-        label = label or self._column(dataset, "label_column", lambda feature: fits(_item(feature)))
-        if "float" in features[label].dtype:
-            raise UserError(
-                f"data.label_column={label} has fractions, as for a regression, which is not trained here; write "
-                "classes as words or whole numbers"
-            )
-        return label
-
-    def _text_columns(self, dataset: Any, label: str | list[str]) -> list[str]:
-        """Return the column of texts, or the two of pairs.
-
-        Raises:
-            UserError: there is none, or it is not clear which.
-        """
-        others = [name for name in dataset.features if name not in ([label] if isinstance(label, str) else label)]
-        texts = [name for name in others if _is_text(dataset.features[name])]
-        if self.text_column is None and len(texts) > 1:
-            first, second, *_ = texts
-            raise UserError(
-                f"data.name={self.name} has {len(texts)} columns of texts, {shortened(texts, 20)}; name one, or the "
-                "two of pairs",
-                *(f"data.text_column={name}" for name in texts[:4]),
-                f"data.text_column={first} data.pair_column={second}",
-            )
-        dataset = dataset.select_columns(others)
-        columns = [self._column(dataset, "text_column", _is_text)]
-        return columns + ([self._column(dataset, "pair_column", _is_text)] if self.pair_column else [])
-
-    def _labels(self, key: str, choice: str, label: str | list[str], classes: list[str]) -> np.ndarray:
-        """Return the labels of a split as int64 indices into ``classes``; where rows have several, bool N × classes.
-
-        Raises:
-            UserError: a row has none, or another one.
-        """
-        dataset = self._split(key, choice)
-        for name in [label] if isinstance(label, str) else label:
-            if name not in dataset.features:
-                raise UserError(f"data.{key}={choice}: this split has no column {name}")
-        if isinstance(label, list):
-            numbers = np.stack([np.array(dataset[name][:], dtype=float) for name in label], axis=1)
-            if (wrong := ~np.isin(numbers, (0, 1))).any():
-                row, column = (int(place) for place in np.argwhere(wrong)[0])
-                value = dataset[row][label[column]]
-                raise UserError(f"data.{key}={choice}: row {row} has {value} in {label[column]}, which is not 0 or 1")
-            return numbers.astype(bool)
-        feature = dataset.features[label]
-        keys = map(str, range(len(classes))) if _is_class(_item(feature)) else classes
-        known = {key: number for number, key in enumerate(keys)}
-        batches = dataset.select_columns([label]).iter(10_000)  # all at once would be many objects of Python
-        values = (value for batch in batches for value in batch[label])
-        several = _item(feature) is not feature
-        rows = [[value] if value is None else value for value in values] if several else None
-        flat = values if rows is None else (value for row in rows for value in row)
-        numbers = np.fromiter((known.get(str(value), -1) for value in flat), np.int64)
-        row_of = np.arange(len(numbers)) if rows is None else np.repeat(np.arange(len(rows)), [*map(len, rows)])
-        if (numbers < 0).any():
-            without = np.unique(row_of[numbers < 0])
-            row, more = int(without[0]), f" ({len(without):,} of {len(dataset):,} rows)" * (len(without) > 1)
-            problem = (
-                f"data.{key}={choice}: row {row} has the label {dataset[row][label]!r}, none of the {len(classes)} "
-                f"classes{more}"
-            )
-            if key == "train_split":
-                raise UserError(f"{problem}; leave such rows out, or name another column of labels")
-            remedies = [f"data.valid_split={self.train_split}"] if key == "valid_split" else [""]
-            raise UserError(f"{problem}; name a split that has labels", *remedies, mistake=f"data.{key}={choice}")
-        if rows is None:
-            return numbers
-        matrix = np.zeros((len(rows), len(classes)), dtype=bool)
-        matrix[row_of, numbers] = True
-        return matrix
-
-
-def table_options(path: Path) -> dict[str, Any]:
-    """Return how ``datasets`` reads a CSV file: its separator, and names for columns where it has none.
-
-    The separator cuts all rows into the same number of columns, two or more; between tabs a quote that does not end
-    is a letter. The first row is data where it has a number, or a value that its column has again.
-    """
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        lines = file.read(_SNIFFED).splitlines(keepends=True)
-        whole = not file.read(1)
-    for separator, quoted in ((",", True), ("\t", False), ("\t", True), (";", True), ("|", True)):
-        rows = list(filter(None, csv.reader(lines, delimiter=separator, quoting=0 if quoted else 3)))
-        names, *rows = (rows if whole else rows[:-1]) or [[]]
-        letters = any(cell[:1] == '"' and cell.count('"') == 1 for row in rows for cell in row)
-        if len(names) > 1 and all(len(row) == len(names) for row in rows) and (letters or quoted):
-            break
-    else:
-        return {"sep": "\t"} if path.suffix == ".tsv" else {}
-    cells = [(name, column) for name, *column in zip(names, *rows, strict=True) if name]
-    has_names = not any(_is_number(name) or name in column for name, column in cells)
-    columns = {} if has_names else {"column_names": [f"column_{number + 1}" for number in range(len(names))]}
-    return {"sep": separator, **columns} | ({} if quoted else {"quoting": csv.QUOTE_NONE})
-
-
-def header(path: Path, separator: str) -> dict[str, None]:
-    """Return the names in the first row of a CSV file."""
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        return dict.fromkeys(next(csv.reader(file, delimiter=separator), []))
-
-
-def are_lines(rows: Sequence[str | None]) -> bool:
-    """Return whether rows are lines of longer texts: nearly all end with their only line end, and some are blank.
-
-    Joined, they are the text, as the files of wikitext are. All others are documents.
-    """
-    filled = [row for row in rows if row and row.strip()]
-    lines = sum(row.find("\n") == len(row) - 1 for row in filled)
-    blank = sum(row is not None and not row.strip() for row in rows)
-    return lines >= 0.95 * len(filled) and blank >= max(3, len(rows) / 100)
-
-
-def _is_text(feature: Any) -> bool:
-    return getattr(feature, "dtype", None) in ("string", "large_string")
-
-
-def _characters(dataset: Any, name: str) -> int:
-    import pyarrow.compute
-
-    return pyarrow.compute.sum(pyarrow.compute.utf8_length(dataset.data.column(name))).as_py() or 0
-
-
-def _is_number(text: str) -> bool:
-    return text.strip().lstrip("+-").replace(".", "", 1).isdecimal()
-
-
-def _is_class(feature: Any) -> bool:
-    return type(feature).__name__ == "ClassLabel"
-
-
-def _item(feature: Any) -> Any:
-    """Return the type of a column, or of the items of its lists."""
-    return getattr(feature, "feature", feature)
-
-
-def _classes(dataset: Any, label: str) -> list[str]:
-    """Return the names of the classes in a column of labels, or of lists of them.
-
-    Raises:
-        UserError: hardly a value comes twice.
-    """
-    import pyarrow.compute
-
-    feature = dataset.features[label]
-    if names := getattr(_item(feature), "names", None):
-        return list(names)
-    column = dataset.data.column(label)
-    values = pyarrow.compute.unique(column if _item(feature) is feature else pyarrow.compute.list_flatten(column))
-    classes = [str(value) for value in sorted(filter(_is_value, values.to_pylist()))]
-    if 1 < len(classes) > len(dataset) / 2:
-        found = f"{len(classes):,} values in {len(dataset):,} rows"
-        raise UserError(f"data.label_column={label} has {found}, which are no classes", *_label_columns(dataset))
-    return classes
-
-
-def _is_value(label: Any) -> bool:
-    return label is not None and (not isinstance(label, float) or math.isfinite(label))
-
-
-def _label_columns(dataset: Any) -> list[str]:
-    """Return the overrides that name a column whose values repeat, so that they may be classes."""
-    names = [name for name, feature in dataset.features.items() if _may_be_class(feature) and not name.startswith("__")]
-    counts = {name: len(dataset.unique(name)) for name in names}
-    return [typed("data.label_column", name) for name, count in counts.items() if 2 <= count <= len(dataset) / 2]
-
-
-def _may_be_class(feature: Any) -> bool:
-    return any(name in str(getattr(feature, "dtype", "")) for name in ("int", "float", "bool", "string"))
-
 
 class HubImages(DecodedImages):
     """Some rows of a dataset."""
 
-    def __init__(
-        self, where: str, encoded: Any, column: str, labels: np.ndarray, rows: np.ndarray, on_error: str
-    ) -> None:
-        super().__init__(torch.from_numpy(labels[rows]), on_error)
+    def __init__(self, where: str, encoded: Any, column: str, labels: Tensor, rows: np.ndarray, on_error: str) -> None:
+        super().__init__(labels, on_error)
         self.where, self.encoded, self.column, self.rows = where, encoded, column, rows
 
     def stored(self, index: int) -> tuple[Any, str]:
@@ -688,21 +387,3 @@ class HubImages(DecodedImages):
         stored = self.encoded[row][self.column] or {"path": None, "bytes": b""}  # of a row without an image
         file = stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"])
         return file, f"{self.where}: the image of row {row}"
-
-
-@dataclass(frozen=True)
-class JoinedRows:
-    """Rows that are lines of one text, which can be read again."""
-
-    column: Any
-    """The dataset with the column of text alone."""
-    name: str
-    """The name of the column."""
-    empty: str
-    """What a row without text stands for."""
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield the rows with their line ends."""
-        for batch in self.column.iter(1000):
-            for row in batch[self.name]:
-                yield row if row and row.endswith("\n") else f"{row}\n" if row else self.empty

@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from recipes.data.hub import Hub, are_lines, table_options
+from recipes.data.hub import Hub
 from recipes.data.images.augment import View
 from recipes.data.images.pixels import square
+from recipes.data.tables import table_options
+from recipes.data.text.rows import are_lines
 from recipes.data.text.tokens import TokenData
 from tests.recipes.test_folders import write
 from trainer.data.contract import SampleId
@@ -338,7 +340,7 @@ def test_a_column_that_could_not_train_is_not_offered(case: str, offered: tuple[
 
 
 def test_rows_that_are_books_are_not_in_memory_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.data.hub._BYTES_AT_ONCE", 1 << 18)
+    monkeypatch.setattr("recipes.data.text.rows._BYTES_AT_ONCE", 1 << 18)
     books = [chr(ord("a") + i % 26) * (1 << 16) for i in range(100)]
     (tmp_path / "books.jsonl").write_text("".join(json.dumps({"text": book}) + "\n" for book in books))
     train, _ = Hub(name=str(tmp_path / "books.jsonl")).splits()

@@ -16,6 +16,7 @@ import numpy as np
 
 from mantissa.display import counted, quantity, shortened
 from recipes.data.text.cache import built, completed
+from recipes.data.text.files import typed
 from recipes.data.text.tokenizers import CHATML, CHATML_TOKENS, OF_TEXT, Tokenizer
 from recipes.data.text.tokens import Samples, TokenData, log, warn_of_unknown
 from trainer.errors import UserError, first_line
@@ -50,6 +51,30 @@ def chat_columns(features: Mapping[str, Any]) -> tuple[str, ...]:
     for form in FORMS:
         if all(name in features for name in form):
             return (*form, *(name for name in (*OPTIONAL.get(form[0], ()), "tools") if name in features))
+    return ()
+
+
+def used_columns(name: str, features: Mapping[str, Any], text_column: str | None) -> tuple[str, ...]:
+    """Return the columns that make the rows chats; empty: they are none, or a column of text is named.
+
+    Args:
+        name: ``data.name``, for messages.
+        features: types of the columns, by their names.
+        text_column: the one that is named.
+
+    Raises:
+        UserError: one column of a chat is named, or they are pairs of a better and a worse answer.
+    """
+    columns = chat_columns(features)
+    if text_column is None:
+        if not columns and {"chosen", "rejected"} <= features.keys():
+            raise UserError(f"data.name={name} has pairs of answers, chosen and rejected, which are not trained on")
+        return columns
+    chat = next((form for form in FORMS[2:] if all(column in features for column in form)), ())
+    if text_column in (*chat, *OPTIONAL.get(chat[0] if chat else "", ())):
+        problem = f"data.text_column={text_column} is one column of chats ({', '.join(chat)})"
+        mistake = typed("data.text_column", text_column)
+        raise UserError(f"{problem}, which are trained on as a whole", "", mistake=mistake)
     return ()
 
 

@@ -46,7 +46,7 @@ class Encoding:
     """Number of token ids that a pretrained model knows."""
 
 
-class Part(NamedTuple):
+class LabelledRows(NamedTuple):
     """Labelled texts that are trained on, or validated, or tested."""
 
     dataset: Any
@@ -56,9 +56,9 @@ class Part(NamedTuple):
     rows: np.ndarray
     """The row of each sample."""
 
-    def part(self, samples: np.ndarray) -> Part:
+    def part(self, samples: np.ndarray) -> LabelledRows:
         """Return some of the samples."""
-        return Part(self.dataset, self.labels[samples], self.rows[samples])
+        return LabelledRows(self.dataset, self.labels[samples], self.rows[samples])
 
     def documents(self, source: list[str], columns: Sequence[str]) -> Text:
         """Return the texts as documents, for a tokenizer to be made of them; ``source`` names the dataset."""
@@ -205,7 +205,7 @@ def encode(dataset: Any, columns: Sequence[str], tokenizer: Tokenizer, pad: int,
     )
 
 
-def check_parts(where: str, parts: Mapping[str, Part], classes: Sequence[str]) -> None:
+def check_parts(where: str, parts: Mapping[str, LabelledRows], classes: Sequence[str]) -> None:
     """Raise UserError where there are too few classes, or nothing to validate on.
 
     Args:
@@ -226,7 +226,7 @@ def check_parts(where: str, parts: Mapping[str, Part], classes: Sequence[str]) -
 def opened(
     title: str,
     origin: str,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, LabelledRows],
     columns: Sequence[str],
     classes: list[str],
     tokenizer: Tokenizer,

@@ -1,0 +1,247 @@
+"""Which columns of a dataset of ``datasets`` hold texts, images and labels, and the labels as numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mantissa.display import shortened
+from recipes.data.text.chats import WANTED, chat_columns
+from recipes.data.text.files import typed
+from trainer.errors import UserError
+
+_LEAST = 1000
+"""Characters of a column that is worth naming as the text: of fewer nothing is left to validate on."""
+_WANTED = {
+    "text": 'a row has one text, a string (no tokens, no numbers), in a column of its own, as {"text": "…"} has',
+    "pair": "the second text of a pair is a string, in a column that is neither the first's nor the label's",
+    "image": "name a folder of images with a metadata.csv that has the columns file_name and label",
+    "label": "a row has one label, a word or a number, in a column of its own; a text may have several, in a column of "
+    "lists or in columns of 0 and 1: data.label_column=[…,…]",
+}
+"""What rows have, by the kind of column that is sought."""
+
+
+def column_of(name: str, dataset: Any, kind: str, choice: str | None, fits: Callable[[Any], bool]) -> str:
+    """Return the column that ``choice`` names, or the only one whose type ``fits``.
+
+    Args:
+        name: ``data.name``, for messages.
+        dataset: a split.
+        kind: text, pair, image or label: what stands before ``_column`` in the option.
+        choice: the option's value; None: none is named.
+        fits: tells by the type of a column whether it may be this one.
+
+    Raises:
+        UserError: no such column, none that fits, or several.
+    """
+    features = dataset.features
+    # Those with underscores are of webdataset itself: a sample's number and its file.
+    fitting = [column for column, feature in features.items() if fits(feature) and not column.startswith("__")]
+    if choice and choice in fitting:
+        return choice
+    items = {column: getattr(feature, "feature", None) for column, feature in features.items() if kind == "text"}
+    texts = {"content", "context", "value"}  # of turns in a chat, of paragraphs
+    lists = [column for column, item in items.items() if isinstance(item, dict) and texts & item.keys()]
+    types = {column: getattr(feature, "dtype", None) or feature for column, feature in features.items()}
+    # {"version": …, "data": [{…}, …]} is read as a single row.
+    is_one_row = name.endswith(".json") and len(dataset) == 1
+    is_nested = is_one_row and not all(isinstance(dtype, str) for dtype in types.values())
+    if choice is None and len(fitting) == 1 and (not (lists or is_nested) or fitting == ["text"]):
+        return fitting[0]
+    if choice is None and kind == "label" and not fitting and _may_be_class(features.get("label")):
+        return "label"
+    are = "column is" if len(fitting) == 1 else "columns are"
+    wrong = f"{len(fitting) or 'no'} {are}" if choice is None else f"{choice} is not a column"
+    columns = shortened([f"{column} ({str(dtype)[:60]})" for column, dtype in types.items()], 20)
+    parts = [f"data.name={name}: {wrong} of type {kind}; its columns are {columns}"]
+    chats = chat_columns(features)
+    whole = "chats: leave data.text_column out" if choice else "chats"
+    parts += [f"{column} has {whole if column in chats else 'texts in lists'}" for column in lists]
+    parts += [WANTED] * (kind == "text" and choice is None and not chats)
+    parts += ["all is in one row: rows below a key are not read, write one row each"] * is_nested
+    if kind == "text" and "input_ids" in features:
+        what = f"{parts[0]}; input_ids are token ids"
+        if Path(name).expanduser().exists():
+            raise UserError(what, f"data=tokens {typed('data.path', name)}", mistake=typed("data.name", name))
+        raise UserError(f"{what}: download its parquet files, and read them with data=tokens data.path=…")
+    # A text of a few words, such as a version, trains nothing.
+    named = [column for column in fitting if kind != "text" or _characters(dataset, column) >= _LEAST]
+    remedies = [typed(f"data.{kind}_column", column) for column in named if not is_nested]
+    remedies = remedies or (_label_columns(dataset) if kind == "label" else [])
+    raise UserError("; ".join([*parts, _WANTED[kind]]), *remedies)
+
+
+def text_columns(name: str, dataset: Any, labels: Sequence[str], first: str | None, second: str | None) -> list[str]:
+    """Return the column of labelled texts, or the two of pairs.
+
+    Args:
+        name: ``data.name``, for messages.
+        dataset: a split.
+        labels: its columns of labels.
+        first: ``data.text_column``.
+        second: ``data.pair_column``.
+
+    Raises:
+        UserError: there is none, or it is not clear which.
+    """
+    others = [column for column in dataset.features if column not in labels]
+    texts = [column for column in others if is_text(dataset.features[column])]
+    if first is None and len(texts) > 1:
+        raise UserError(
+            f"data.name={name} has {len(texts)} columns of texts, {shortened(texts, 20)}; name one, or the two of "
+            "pairs",
+            *(f"data.text_column={column}" for column in texts[:4]),
+            f"data.text_column={texts[0]} data.pair_column={texts[1]}",
+        )
+    dataset = dataset.select_columns(others)
+    columns = [column_of(name, dataset, "text", first, is_text)]
+    return columns + ([column_of(name, dataset, "pair", second, is_text)] if second else [])
+
+
+class Labels:
+    """The labels of a dataset: in one column, whose rows have one or a list of them, or in columns of 0 and 1.
+
+    Args:
+        name: ``data.name``, for messages.
+        train: the training split, which has all classes.
+        choice: ``data.label_column``.
+
+    Raises:
+        UserError: there is no such column, or it has numbers that are no classes.
+    """
+
+    def __init__(self, name: str, train: Any, choice: Any) -> None:
+        self._train, self.are_flags = train, isinstance(choice, Sequence) and not isinstance(choice, str)
+        if self.are_flags:
+            self.columns = [*choice]
+            for column in choice:
+                if not any(kind in str(getattr(train.features.get(column), "dtype", "")) for kind in ("int", "bool")):
+                    columns = shortened([*train.features], 20)
+                    raise UserError(f"data.label_column: {column} is no column of 0 and 1; the columns are {columns}")
+            return
+        features = {column: _item(feature) for column, feature in train.features.items()}
+        named = next((column for column in ("label", "labels") if _may_be_class(features.get(column))), None)
+        label = named if choice is None and sum(map(_is_class, features.values())) != 1 else None
+        fits = _is_class if choice is None else _may_be_class
+        label = label or column_of(name, train, "label", choice, lambda feature: fits(_item(feature)))
+        if "float" in features[label].dtype:
+            raise UserError(
+                f"data.label_column={label} has fractions, as for a regression, which is not trained here; write "
+                "classes as words or whole numbers"
+            )
+        self.columns = [label]
+
+    @cached_property
+    def classes(self) -> list[str]:
+        """The names of the classes.
+
+        Raises:
+            UserError: hardly a value comes twice.
+        """
+        import pyarrow.compute
+
+        if self.are_flags:
+            return self.columns
+        (label,), train = self.columns, self._train
+        feature = train.features[label]
+        if names := getattr(_item(feature), "names", None):
+            return list(names)
+        column = train.data.column(label)
+        values = pyarrow.compute.unique(column if _item(feature) is feature else pyarrow.compute.list_flatten(column))
+        classes = [str(value) for value in sorted(filter(_is_value, values.to_pylist()))]
+        if 1 < len(classes) > len(train) / 2:
+            found = f"{len(classes):,} values in {len(train):,} rows"
+            raise UserError(f"data.label_column={label} has {found}, which are no classes", *_label_columns(train))
+        return classes
+
+    def of(self, split: Any, key: str, choice: str, remedy: str) -> Tensor:
+        """Return the labels of a split as int64 indices into ``classes``; where rows have several, bool N × classes.
+
+        Args:
+            split: the rows.
+            key: the option that names the split, without ``data.``, for messages.
+            choice: its value.
+            remedy: to the split, where a row of another one than that to train on has no label or an unknown one.
+
+        Raises:
+            UserError: a row has none, or another one.
+        """
+        for column in self.columns:
+            if column not in split.features:
+                raise UserError(f"data.{key}={choice}: this split has no column {column}")
+        if self.are_flags:
+            numbers = np.stack([np.array(split[column][:], dtype=float) for column in self.columns], axis=1)
+            if (wrong := ~np.isin(numbers, (0, 1))).any():
+                row, place = (int(index) for index in np.argwhere(wrong)[0])
+                value, column = split[row][self.columns[place]], self.columns[place]
+                raise UserError(f"data.{key}={choice}: row {row} has {value} in {column}, which is not 0 or 1")
+            return torch.from_numpy(numbers.astype(bool))
+        (label,), classes = self.columns, self.classes
+        feature = split.features[label]
+        keys = map(str, range(len(classes))) if _is_class(_item(feature)) else classes
+        known = {key: number for number, key in enumerate(keys)}
+        batches = split.select_columns([label]).iter(10_000)  # all at once would be many objects of Python
+        values = (value for batch in batches for value in batch[label])
+        several = _item(feature) is not feature
+        rows = [[value] if value is None else value for value in values] if several else None
+        flat = values if rows is None else (value for row in rows for value in row)
+        numbers = np.fromiter((known.get(str(value), -1) for value in flat), np.int64)
+        row_of = np.arange(len(numbers)) if rows is None else np.repeat(np.arange(len(rows)), [*map(len, rows)])
+        if (numbers < 0).any():
+            without = np.unique(row_of[numbers < 0])
+            row, more = int(without[0]), f" ({len(without):,} of {len(split):,} rows)" * (len(without) > 1)
+            problem = (
+                f"data.{key}={choice}: row {row} has the label {split[row][label]!r}, none of the {len(classes)} "
+                f"classes{more}"
+            )
+            if key == "train_split":
+                raise UserError(f"{problem}; leave such rows out, or name another column of labels")
+            raise UserError(f"{problem}; name a split that has labels", remedy, mistake=f"data.{key}={choice}")
+        if rows is None:
+            return torch.from_numpy(numbers)
+        matrix = np.zeros((len(rows), len(classes)), dtype=bool)
+        matrix[row_of, numbers] = True
+        return torch.from_numpy(matrix)
+
+
+def is_text(feature: Any) -> bool:
+    """Return whether a column of this type has texts."""
+    return getattr(feature, "dtype", None) in ("string", "large_string")
+
+
+def _characters(dataset: Any, column: str) -> int:
+    import pyarrow.compute
+
+    return pyarrow.compute.sum(pyarrow.compute.utf8_length(dataset.data.column(column))).as_py() or 0
+
+
+def _is_class(feature: Any) -> bool:
+    return type(feature).__name__ == "ClassLabel"
+
+
+def _item(feature: Any) -> Any:
+    """Return the type of a column, or of the items of its lists."""
+    return getattr(feature, "feature", feature)
+
+
+def _is_value(label: Any) -> bool:
+    return label is not None and (not isinstance(label, float) or math.isfinite(label))
+
+
+def _label_columns(dataset: Any) -> list[str]:
+    """Return the overrides that name a column whose values repeat, so that they may be classes."""
+    names = [name for name, feature in dataset.features.items() if _may_be_class(feature) and not name.startswith("__")]
+    counts = {name: len(dataset.unique(name)) for name in names}
+    return [typed("data.label_column", name) for name, count in counts.items() if 2 <= count <= len(dataset) / 2]
+
+
+def _may_be_class(feature: Any) -> bool:
+    return any(name in str(getattr(feature, "dtype", "")) for name in ("int", "float", "bool", "string"))
