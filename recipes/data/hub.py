@@ -17,7 +17,6 @@ from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.tables import header, table_options
 from recipes.data.text.chats import TRAIN_ON, WANTED, Chats, chat_columns, open_chats, split_rows, used_columns
-from recipes.data.text.chats import Options as ChatOptions
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.documents import Text, split
 from recipes.data.text.files import encoding_of, not_read, typed
@@ -130,8 +129,8 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         elif not self.whole:
             train, valid = split_rows(parts.pop("train"), self.valid_fraction)
             parts = {"train": train, "valid": valid, **parts}
-        how = (self.known_tokenizer(tokenizer), self.tokenizer, self.vocab_size, self.train_on, self.packing)
-        return open_chats(self.cache_folder, self.title(), parts, ChatOptions(*how))
+        choice = self.chosen_tokenizer(tokenizer)
+        return open_chats(self.cache_folder, self.name, parts, choice, self.train_on, self.packing)
 
     def _chats(self, key: str, choice: str, columns: tuple[str, ...]) -> Chats:
         dataset = self._split(key, choice)
@@ -151,8 +150,8 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
     def _streamed(self, tokenizer: str | None, tokens: int) -> TokenData:
         """Return the tokens of the beginning of the text, which is streamed."""
         options = [self.subset, self.train_split, self.valid_split, self.test, self.text_column, self.valid_fraction]
-        settings, known = [*options, self.rows], self.known_tokenizer(tokenizer)
-        return open_or_stream(self.cache_folder, self.name, settings, known, self.vocab_size, tokens, self._streams)
+        settings, choice = [*options, self.rows], self.chosen_tokenizer(tokenizer)
+        return open_or_stream(self.cache_folder, self.name, settings, choice, tokens, self._streams)
 
     def _streams(self) -> Streams:
         """Return the splits as they are streamed.
@@ -224,8 +223,7 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
             tokenizer = open_tokenizer(encoding.pretrained, f"init_from={encoding.pretrained}")
         elif self.tokenizer == OWN_BPE:
             texts = parts["train"].documents([self.name, self.train_split], columns)
-            how = (None, OWN_BPE, self.vocab_size)
-            *_, tokenizer = open_or_build(self.cache_folder, self.kind, {"train": texts}, *how)
+            *_, tokenizer = open_or_build(self.cache_folder, self.kind, {"train": texts}, self.chosen_tokenizer(None))
         else:
             tokenizer = open_tokenizer(self.tokenizer, f"data.tokenizer={self.tokenizer}")
         return opened(self.name, origin, parts, columns, labels.classes, tokenizer, encoding)

@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mantissa.display import counted, quantity, shortened
 from recipes.data.text.cache import built, completed
 from recipes.data.text.files import typed
-from recipes.data.text.tokenizers import CHATML, CHATML_TOKENS, OF_TEXT, Tokenizer
+from recipes.data.text.tokenizers import CHATML, CHATML_TOKENS, Tokenizer, TokenizerChoice
 from recipes.data.text.tokens import Samples, TokenData, log, warn_of_unknown
 from trainer.errors import UserError, first_line
 from trainer.files import read_json, write_json
@@ -292,39 +292,29 @@ def split_rows(chats: Chats, fraction: float) -> tuple[Chats, Chats]:
     return replace(chats, rows=train), replace(chats, rows=valid, origin="whole rows")
 
 
-class Options(NamedTuple):
-    """How chats become tokens."""
-
-    tokenizer: Tokenizer | None
-    """None: it is made of the text. One without a chat template gets ``CHATML``."""
-    choice: str
-    """``data.tokenizer``, where it is made of the text."""
-    vocab_size: int
-    train_on: str
-    packing: bool
-
-
-def open_chats(cache: Path, title: str, parts: Mapping[str, Chats], options: Options) -> TokenData:
+def open_chats(
+    cache: Path, title: str, parts: Mapping[str, Chats], choice: TokenizerChoice, train_on: str, packing: bool
+) -> TokenData:
     """Tokenise chats, or open them from the cache.
 
     Args:
         cache: the cache's folder.
         title: of the dataset, for the start block.
         parts: ``train``, perhaps ``valid``, without which it is all of ``train``, and ``test``.
-        options: how.
+        choice: the tokenizer; one without a chat template gets ``CHATML``.
+        train_on: see ``Template``.
+        packing: see ``TokenData``.
 
     Raises:
         UserError: a row is no chat, or the template does not take it.
     """
-    from tokenizers import __version__
-
-    own, choice = options.tokenizer, options.choice
-    tokenizer = own.for_chats() if own else None
-    how = [tokenizer.identity(), tokenizer.roles] if tokenizer else [choice, options.vocab_size, __version__]
-    template = tokenizer.chat_template if tokenizer else CHATML
-    key = ["chats", *([name, part.identity] for name, part in parts.items()), how, template, options.train_on]
-    folder = built(cache, "chats", key, lambda folder: _build(folder, parts, options, tokenizer))
-    tokenizer, meta = tokenizer or OF_TEXT[choice].load(folder).for_chats(), read_json(folder / "meta.json")
+    own = choice.known
+    choice = replace(choice, known=own.for_chats() if own else None)
+    how = [choice.identity(), choice.known.roles] if choice.known else choice.identity()
+    template = choice.known.chat_template if choice.known else CHATML
+    key = ["chats", *([name, part.identity] for name, part in parts.items()), how, template, train_on]
+    folder = built(cache, "chats", key, lambda folder: _build(folder, parts, choice, train_on))
+    tokenizer, meta = choice.opened(folder).for_chats(), read_json(folder / "meta.json")
     warn_of_unknown(meta["unknown"])
     if meta["special"]:
         log.warning(
@@ -351,9 +341,9 @@ def open_chats(cache: Path, title: str, parts: Mapping[str, Chats], options: Opt
     if "test" in parts:
         counts += f" and {len(parts['test'].rows):,} for testing"
     names = parts["train"].dataset.column_names
-    by = "by its generation marks" if template_of(tokenizer, options.train_on).marked else "turn by turn"
+    by = "by its generation marks" if template_of(tokenizer, train_on).marked else "turn by turn"
     targets = f"the assistant's tokens are targets ({by}), {meta['targets']:.0%} of all"
-    targets = targets if options.train_on == "assistant" else "every token is a target (data.train_on=all)"
+    targets = targets if train_on == "assistant" else "every token is a target (data.train_on=all)"
     columns = f"column{'s' * (len(names) > 1)} {', '.join(names)}"
     description = f"{title}: {counts}, {columns}, {tokenizer.label}, {written}, {targets}"
     valid = "valid" if "valid" in parts else "train"
@@ -364,28 +354,23 @@ def open_chats(cache: Path, title: str, parts: Mapping[str, Chats], options: Opt
         description,
         ids.get("test"),
         samples={"valid": samples[valid], **samples},
-        packing=options.packing,
+        packing=packing,
         question=meta["question"],
         added=tokenizer.vocab_size - own.vocab_size if own else 0,
     )
 
 
-def _build(folder: Path, parts: Mapping[str, Chats], options: Options, tokenizer: Tokenizer | None) -> None:
+def _build(folder: Path, parts: Mapping[str, Chats], choice: TokenizerChoice, train_on: str) -> None:
     """Write the ids of each part, one sample after the other, where they begin, and which of them are targets."""
     with completed(folder) as partial:
-        if not tokenizer:
-            made = OF_TEXT[options.choice]
-            with work(f"making the tokenizer ({options.choice})"):
-                tokenizer = made.train(_texts(parts), options.vocab_size)
-            tokenizer.save(partial)
-            tokenizer = tokenizer.for_chats()
+        tokenizer = choice.made(_texts(parts), partial).for_chats()
         counts = Counter[str]()
         for name, chats in parts.items():
             tokenizing = work(f"tokenizing the {name} chats", len(chats.rows), "rows")
             lengths = array("q", [0])
             ids_file, targets_file = partial / f"{name}.bin", partial / f"{name}.targets"
             with ids_file.open("wb") as file, targets_file.open("wb") as marks, tokenizing as advance:
-                for ids, targets, sizes in _encoded(chats, tokenizer, options.train_on, counts):
+                for ids, targets, sizes in _encoded(chats, tokenizer, train_on, counts):
                     ids.astype(tokenizer.dtype).tofile(file)
                     targets.tofile(marks)
                     lengths.extend(sizes)

@@ -19,7 +19,7 @@ from mantissa.display import quantity
 from recipes.data.text.documents import Text, split
 from recipes.data.text.files import PACKED_BYTES, encoding_of, is_text, missing, not_read, typed
 from recipes.data.text.pretrained import open_tokenizer
-from recipes.data.text.tokenizers import OF_TEXT, OWN_BPE, Tokenizer
+from recipes.data.text.tokenizers import OF_TEXT, OWN_BPE, TokenizerChoice
 from recipes.data.text.tokens import TextSource, TokenData, open_or_build
 from trainer.cache import cache_folder
 from trainer.data.contract import check_no_overlap
@@ -71,12 +71,13 @@ class TokenizedText(TextSource):
         """The folder that ``cache_dir`` means."""
         return cache_folder(self.cache_dir)
 
-    def known_tokenizer(self, given: str | None) -> Tokenizer | None:
-        """Return the tokenizer that ``given`` (see ``tokens``) or the option names; None: it is made of the text."""
-        if given is None and self.tokenizer in OF_TEXT:
-            return None
-        key = f"data.tokenizer={self.tokenizer}" if given is None else f"init_from={given}"
-        return open_tokenizer(given or self.tokenizer, key)
+    def chosen_tokenizer(self, given: str | None) -> TokenizerChoice:
+        """Return the tokenizer that ``given`` (see ``tokens``) or the option names, or how it is made of the text."""
+        known = None
+        if given is not None or self.tokenizer not in OF_TEXT:
+            key = f"data.tokenizer={self.tokenizer}" if given is None else f"init_from={given}"
+            known = open_tokenizer(given or self.tokenizer, key)
+        return TokenizerChoice(known, self.tokenizer, self.vocab_size)
 
     def tokens(self, tokenizer: str | None) -> TokenData:
         train, valid = self.splits()
@@ -85,8 +86,8 @@ class TokenizedText(TextSource):
         one = self.whole and train.source == valid.source
         if one:
             parts = {"train": replace(train, rows=range(len(train.sizes)), share=(0.0, 1.0))}
-        how = (self.known_tokenizer(tokenizer), self.tokenizer, self.vocab_size)
-        ids, text_bytes, opened = open_or_build(self.cache_folder, self.kind, parts, *how)
+        choice = self.chosen_tokenizer(tokenizer)
+        ids, text_bytes, opened = open_or_build(self.cache_folder, self.kind, parts, choice)
         counts = f"{quantity(len(ids['train']))} tokens"
         counts += "" if one else f" and {quantity(len(ids['valid']))} for validation ({valid.origin})"
         counts += f" and {quantity(len(ids['test']))} for testing" if "test" in ids else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from mantissa.display import quantity
 from recipes.data.text.cache import FORMAT, building, digest
 from recipes.data.text.pretrained import local_path, opening
 from recipes.data.text.shards import TokenFile, TokenFiles
-from recipes.data.text.tokenizers import OF_TEXT, OWN_BPE, Tokenizer
+from recipes.data.text.tokenizers import Tokenizer, TokenizerChoice
 from recipes.data.text.tokens import TokenData, encoded, pieces
 from trainer.errors import UserError
 from trainer.files import flush, read_json, write_json
@@ -93,7 +93,7 @@ def revision_of(name: str) -> str | None:
 
 
 def open_or_stream(
-    cache: Path, name: str, settings: Any, tokenizer: Tokenizer | None, vocab_size: int, tokens: int, open_streams: Any
+    cache: Path, name: str, settings: Any, choice: TokenizerChoice, tokens: int, open_streams: Callable[[], Streams]
 ) -> TokenData:
     """Return the first ``tokens`` of a dataset, in whole documents, memory-mapped.
 
@@ -104,26 +104,22 @@ def open_or_stream(
         cache: the folder of the cache.
         name: hub id, or file or folder.
         settings: JSON of the options that decide what is read.
-        tokenizer: None: an own BPE, trained on the beginning.
-        vocab_size: of the own BPE.
+        choice: the tokenizer; an own BPE is trained on the beginning.
         tokens: as many for training; a tenth of it for each other part with a split of its own.
-        open_streams: returns ``Streams``.
+        open_streams: opens the dataset.
 
     Raises:
         UserError: the cache cannot be written, the dataset cannot be read, or a part has no text.
     """
-    from tokenizers import __version__
-
-    how = tokenizer.identity() if tokenizer else [OWN_BPE, vocab_size, __version__]
-    parent, key = cache / "stream", digest([FORMAT, name, settings, tokens, how])
+    parent, key = cache / "stream", digest([FORMAT, name, settings, tokens, choice.identity()])
     revision = revision_of(name)
     kept = sorted(parent.glob(f"{key}-*/{META}"), key=lambda file: file.stat().st_mtime)
     folder = kept[-1].parent if revision is None and kept else parent / f"{key}-{revision}"
     with building(cache, folder):
         if not folder.exists():
             log.info("reading %s; later runs load its tokens from %s", name, folder)
-            _build(folder, open_streams(), tokenizer, vocab_size, tokens)
-    meta, opened = read_json(folder / META), tokenizer or OF_TEXT[OWN_BPE].load(folder)
+            _build(folder, open_streams(), choice, tokens)
+    meta, opened = read_json(folder / META), choice.opened(folder)
     parts = {
         part: TokenFiles([TokenFile.of(folder / f"{part}.bin", meta["dtype"], 0, done["tokens"])])
         for part, done in meta["parts"].items()
@@ -139,7 +135,7 @@ def open_or_stream(
     return TokenData(parts["train"], parts["valid"], opened, f"{name}: {about}", parts.get("test"), sizes)
 
 
-def _build(folder: Path, streams: Streams, tokenizer: Tokenizer | None, vocab_size: int, tokens: int) -> None:
+def _build(folder: Path, streams: Streams, choice: TokenizerChoice, tokens: int) -> None:
     """Fill a folder beside ``folder``, which takes its name at the end; what a killed process left there is continued.
 
     One file a part grows: how long it is, and which rows are in it, is all that is to be known to go on.
@@ -148,14 +144,11 @@ def _build(folder: Path, streams: Streams, tokenizer: Tokenizer | None, vocab_si
     partial.mkdir(exist_ok=True)
     # The state is written after the tokenizer, so that this one is whole.
     if not (partial / STATE).exists():
-        if tokenizer is None:
-            with work(f"making the tokenizer ({OWN_BPE})"):
-                texts = _beginning(streams, _CHARACTERS_PER_TOKEN * tokens)
-                OF_TEXT[OWN_BPE].train(texts, vocab_size).save(partial)
+        choice.made(_beginning(streams, _CHARACTERS_PER_TOKEN * tokens), partial)
         parts = {"train", "valid", *streams.splits}
         empty = {"tokens": 0, "bytes": 0}
         write_json(partial / STATE, {"parts": dict.fromkeys(sorted(parts), empty), "splits": {}})
-    tokenizer = tokenizer or OF_TEXT[OWN_BPE].load(partial)
+    tokenizer = choice.opened(partial)
     state = read_json(partial / STATE)
     for split in streams.splits:
         limit = tokens if split == "train" else max(1, tokens // _OTHERS)

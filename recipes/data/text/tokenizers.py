@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from numpy.typing import ArrayLike
 
 from trainer.errors import UserError
 from trainer.files import read_json
+from trainer.terminal import work
 
 OWN_BPE = "bpe"
 """The default of ``data.tokenizer``."""
@@ -295,3 +297,34 @@ def _enough(texts: Iterable[str]) -> Iterator[str]:
 
 OF_TEXT: dict[str, type[BytePairs] | type[Characters]] = {OWN_BPE: BytePairs, "chars": Characters}
 """The values of ``data.tokenizer`` that are made of the text."""
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """A tokenizer, or how one is made of the text."""
+
+    known: Tokenizer | None
+    """None: it is made of the text."""
+    name: str
+    """``data.tokenizer``."""
+    vocab_size: int
+    """Of one that is made of the text, at most."""
+
+    def identity(self) -> Any:
+        """Return JSON that changes whenever the ids of a text would."""
+        from tokenizers import __version__
+
+        return self.known.identity() if self.known else [self.name, self.vocab_size, __version__]
+
+    def made(self, texts: Iterable[str], folder: Path) -> Tokenizer:
+        """Return the tokenizer; one that is made of ``texts`` is written to the folder, for ``opened``."""
+        if self.known:
+            return self.known
+        with work(f"making the tokenizer ({self.name})"):
+            tokenizer = OF_TEXT[self.name].train(texts, self.vocab_size)
+        tokenizer.save(folder)
+        return tokenizer
+
+    def opened(self, folder: Path) -> Tokenizer:
+        """Return the tokenizer that ``made`` returned."""
+        return self.known or OF_TEXT[self.name].load(folder)

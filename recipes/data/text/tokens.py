@@ -14,7 +14,7 @@ import numpy as np
 
 from recipes.data.text.cache import built, completed
 from recipes.data.text.documents import Text
-from recipes.data.text.tokenizers import OF_TEXT, OWN_BPE, Tokenizer
+from recipes.data.text.tokenizers import OWN_BPE, Tokenizer, TokenizerChoice
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import read_json, write_json
@@ -155,7 +155,7 @@ class TextSource(DataSource):
 
 
 def open_or_build(
-    cache: Path, name: str, splits: Mapping[str, Text], tokenizer: Tokenizer | None, choice: str, vocab_size: int
+    cache: Path, name: str, splits: Mapping[str, Text], choice: TokenizerChoice
 ) -> tuple[dict[str, np.ndarray], dict[str, int], Tokenizer]:
     """Return the token ids of the splits (``train``, ``valid``, perhaps ``test``), memory-mapped, and the tokenizer.
 
@@ -163,17 +163,13 @@ def open_or_build(
     tokens written in it.
 
     They are built on the first call and opened on later ones. Processes that come at the same time wait
-    for the first; one that is killed leaves nothing that looks complete. ``tokenizer`` is None where it is made of the
-    text, as ``choice`` and ``vocab_size`` say. ``name`` begins the folder's name.
+    for the first; one that is killed leaves nothing that looks complete. ``name`` begins the folder's name.
 
     Raises:
         UserError: the cache folder cannot be written, or a split has no tokens.
     """
-    from tokenizers import __version__
-
-    how = tokenizer.identity() if tokenizer else [choice, vocab_size, __version__]
-    key = [*(part.identity for part in splits.values()), how]
-    folder = built(cache, name, key, lambda folder: _build(folder, splits, tokenizer, choice, vocab_size))
+    key = [*(part.identity for part in splits.values()), choice.identity()]
+    folder = built(cache, name, key, lambda folder: _build(folder, splits, choice))
     meta = read_json(folder / "meta.json")
     for part, copies in meta["copies"].items():
         if percent := round(100 * copies):
@@ -183,7 +179,7 @@ def open_or_build(
     ids: dict[str, np.ndarray] = {
         part: np.memmap(folder / f"{part}.bin", dtype=meta["dtype"], mode="r") for part in splits
     }
-    return ids, meta["text_bytes"], tokenizer or OF_TEXT[choice].load(folder)
+    return ids, meta["text_bytes"], choice.opened(folder)
 
 
 def warn_of_unknown(share: float) -> None:
@@ -193,14 +189,11 @@ def warn_of_unknown(share: float) -> None:
         log.warning(message + "comparable with another tokenizer's", percent)
 
 
-def _build(folder: Path, splits: Mapping[str, Text], tokenizer: Tokenizer | None, choice: str, vocab_size: int) -> None:
+def _build(folder: Path, splits: Mapping[str, Text], choice: TokenizerChoice) -> None:
     with completed(folder) as partial:
-        if not tokenizer:
-            read = [splits["train"]] if choice == OWN_BPE else splits.values()
-            with work(f"making the tokenizer ({choice})"):
-                texts = (piece for part in read for document in part for piece in pieces(document))
-                tokenizer = OF_TEXT[choice].train(texts, vocab_size)
-            tokenizer.save(partial)
+        read = [splits["train"]] if choice.name == OWN_BPE else splits.values()
+        texts = (piece for part in read for document in part for piece in pieces(document))
+        tokenizer = choice.made(texts, partial)
         text_bytes = dict.fromkeys(splits, 0)
         unknown = tokens = 0
         begun = {part: (array("q"), array("I")) for part in splits}  # the documents' beginnings: hashes, lengths
