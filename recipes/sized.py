@@ -28,9 +28,9 @@ class SizedRecipe(TransformersRecipe):
     on_cpu: ClassVar[str] = ""
     on_gpu: ClassVar[str] = ""
     cpu_sizes: ClassVar[Sizes]
-    """Of every size on a CPU; on a GPU of those up to ``on_cpu``, for which they are made, too."""
+    """Steps and batches of every size on a CPU; on a GPU of those up to ``on_cpu``, for which they are made, too."""
     gpu_sizes: ClassVar[Sizes]
-    """Of the other sizes on a GPU, and of a pretrained model."""
+    """Steps and batches of the other sizes on a GPU, and of a pretrained model."""
 
     attention: str = "sdpa"
     """sdpa: torch's fused kernels, where they support the model's mask and bias; eager: T × T scores in memory."""

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from recipes.data.hub import Hub
-from recipes.data.text.samples import NO_TARGET, Packed, Part, Rows, first_fit_decreasing, sample_datasets
+from recipes.data.text.samples import NO_TARGET, Packed, Padded, Part, first_fit_decreasing, sample_datasets
 from recipes.data.text.tokenizers import Bytes
 from recipes.data.text.tokens import Samples, TokenData
 from recipes.gpt2 import GPT2
@@ -97,7 +97,7 @@ def test_the_last_target_of_all_is_seen() -> None:
 def test_every_sample_is_in_one_window_and_its_batch_depends_on_nothing_else() -> None:
     lengths = np.random.default_rng(0).integers(2, 40, 300).tolist()  # some are cut
     ids, of = samples(lengths)
-    packed, rows = (kind(Part(ids, of, CONTEXT), CONTEXT) for kind in (Packed, Rows))
+    packed, rows = (kind(Part(ids, of, CONTEXT), CONTEXT) for kind in (Packed, Padded))
     together, alone = packed.batch(every(packed)), rows.batch(every(rows))
     assert sorted(packed.order.tolist()) == list(range(len(rows)))
     for name in ("tokens", "targets"):
@@ -157,7 +157,7 @@ def test_loss_and_gradients_are_those_of_each_sample_alone(packing: bool, kind: 
     lengths = [*np.random.default_rng(0).integers(3, 20, 30).tolist(), 40, CONTEXT + 1]
     ids, of = samples(lengths)
     part = Part(ids, of, CONTEXT)
-    rows, together = Rows(part, CONTEXT), (Packed if packing else Rows)(part, CONTEXT)
+    rows, together = Padded(part, CONTEXT), (Packed if packing else Padded)(part, CONTEXT)
     alone = []
     for index in range(len(rows)):
         batch, length = rows.batch([SampleId(index, None)]), int(part.lengths[index])
@@ -184,7 +184,7 @@ def test_without_positions_or_a_mask_they_would_differ(changed: str) -> None:
 
 def test_a_batch_is_padded_to_its_longest_in_steps_of_64() -> None:
     ids, of = samples([10, 64, 65, 66, 150, 300])
-    rows = Rows(Part(ids, of, 200), 200)
+    rows = Padded(Part(ids, of, 200), 200)
     widths = [rows.batch([SampleId(0, None), SampleId(index, None)])["tokens"].shape[1] for index in range(6)]
     assert widths == [64, 64, 64, 128, 192, 200]
 

@@ -26,7 +26,7 @@ from recipes.data.images.labels import TABLES
 from recipes.data.images.labels import read as read_table
 from recipes.data.images.pixels import DecodedImages
 from recipes.data.images.source import ImageDatasets, ImageSource
-from recipes.data.text.files import missing, not_read, typed
+from recipes.data.text.files import NAMES, PART_OF, missing, not_read, typed
 from trainer.config.command_line import as_typed
 from trainer.data.contract import check_no_overlap
 from trainer.errors import UserError, check_range
@@ -42,15 +42,11 @@ _COMPARED = 10_000
 _READ = 4096
 """Bytes by which files of one size are told apart, before they are read."""
 Parts = dict[str, tuple[list[str], Tensor]]
-"""Of each part the files, and their labels as ``Images`` has them."""
+"""The files of each part, and their labels as ``Images`` has them."""
 Image = tuple[str, str, int]
 """A file, the part that it is in, and its place there."""
-TRAINING, VALIDATION, TEST = PARTS = ("training", "validation", "test")
-_SPLITS = {
-    **dict.fromkeys(("train", "training"), TRAINING),
-    **dict.fromkeys(("val", "valid", "validation"), VALIDATION),
-    **dict.fromkeys(("test", "testing"), TEST),
-}
+TRAINING, VALIDATION, TEST = PARTS = tuple(NAMES.values())
+_SPLITS = {word: NAMES[part] for word, part in PART_OF.items()}
 LAYOUT = """\
     photos/
       train/

@@ -248,7 +248,7 @@ class Chats:
     """Rows of a dataset that are chats, which can be read again and again: all of a split, or some."""
 
     dataset: Any
-    """Of ``datasets``, with the columns of the chats alone."""
+    """The split, of ``datasets``, with the columns of the chats alone."""
     where: str
     """What it is, for messages."""
     source: Any

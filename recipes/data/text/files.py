@@ -12,6 +12,14 @@ from pathlib import Path
 from trainer.config.command_line import as_typed
 from trainer.errors import UserError, nearest
 
+NAMES = {"train": "training", "valid": "validation", "test": "test"}
+"""What the parts of data are called for people."""
+PART_OF = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation"), "valid"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+"""The part that files belong to, by a word in their names."""
 TABLES = (".parquet", ".arrow", ".json", ".jsonl", ".csv", ".tsv")
 """What ``data=hub`` opens as rows."""
 _PACKED = (".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar")

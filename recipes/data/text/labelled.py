@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mantissa.display import counted, shortened
 from recipes.data.text.documents import Rows, Text
+from recipes.data.text.files import NAMES
 from recipes.data.text.tokenizers import Tokenizer
 from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.errors import UserError
@@ -23,7 +24,6 @@ from trainer.recipe import DataSource
 
 FORMAT = 1
 """Part of every cache key: raise it when the same text would become other tokens."""
-NAMES = {"train": "training", "valid": "validation", "test": "test"}
 MULTIPLE = 8
 """Batches are padded to a multiple of this, which 16-bit matmuls need for tensor cores."""
 
@@ -39,7 +39,7 @@ class Encoding:
     special: Mapping[str, str]
     """Special tokens of a new model, see ``Tokenizer.with_special``."""
     template: str
-    """Likewise."""
+    """Places of the special tokens of a new model, see ``Tokenizer.with_special``."""
     types: bool
     """Whether the model is told which of two texts a token is of."""
     vocabulary: int = 0
@@ -50,9 +50,9 @@ class LabelledRows(NamedTuple):
     """Labelled texts that are trained on, or validated, or tested."""
 
     dataset: Any
-    """Of ``datasets``."""
+    """The split that they are rows of, of ``datasets``."""
     labels: Tensor
-    """Of each sample: int64 N; or bool N × classes."""
+    """Label of each sample: int64 N; or labels, bool N × classes."""
     rows: np.ndarray
     """The row of each sample."""
 
@@ -80,7 +80,7 @@ class LabelledDatasets(Datasets):
     multi_label: bool
     """Whether a text may have several classes, or none."""
     tokenizer: Tokenizer
-    """With the special tokens of the model."""
+    """Tokenizer of the texts, with the special tokens of the model."""
     pad: int
     """The id that fills a batch."""
     vocabulary: int
@@ -119,7 +119,7 @@ class EncodedTexts:
     encoded: Any
     """A dataset with a column ``ids``, and perhaps ``types``, lists of integers."""
     labels: Tensor
-    """Of each sample: int64 N; or bool N × classes."""
+    """Label of each sample: int64 N; or labels, bool N × classes."""
     rows: np.ndarray
     """The row of each sample."""
     pad: int

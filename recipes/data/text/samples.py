@@ -50,7 +50,7 @@ class Part:
         targets[:length][~self.targets[first + 1 : first + length + 1]] = NO_TARGET
 
 
-class Rows:
+class Padded:
     """A sample in each row of a batch, padded to the longest of the batch, in steps of 64 tokens.
 
     Padding needs no token of its own: it is no target, and comes after all that a causal model predicts from.
@@ -170,7 +170,7 @@ def sample_datasets(tokens: TokenData, context: int, known: int = 0, positions: 
     datasets: dict[str, Dataset] = {}
     for name, part in parts.items():
         same = name == "valid" and part is parts["train"]
-        datasets[name] = datasets["train"] if same else (Packed if tokens.packing else Rows)(part, context)
+        datasets[name] = datasets["train"] if same else (Packed if tokens.packing else Padded)(part, context)
     if tokens.packing:
         filled, samples = int(parts["train"].lengths.sum()), len(parts["train"].starts)
         before, after = (1 - filled / (count * context) for count in (samples, len(datasets["train"])))

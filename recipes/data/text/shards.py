@@ -14,7 +14,7 @@ import numpy as np
 
 from mantissa.display import counted, quantity, shortened
 from recipes.data.text.cache import building, digest
-from recipes.data.text.files import missing, typed
+from recipes.data.text.files import PART_OF, missing, typed
 from recipes.data.text.pretrained import open_tokenizer
 from recipes.data.text.tokenizers import Tokenizer, numbers
 from recipes.data.text.tokens import TextSource, TokenData
@@ -25,12 +25,6 @@ from trainer.files import flush
 from trainer.terminal import work
 
 ENDINGS = (".bin", ".npy", ".parquet")
-PARTS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("val", "valid", "validation"), "valid"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
-"""The part that a file belongs to, by a word in its name."""
 _HEADERS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 """The first number of llm.c's files of ids, their version, and the type of the ids (dev/data/data_common.py there)."""
 _EVALUATIONS = 20240522
@@ -42,7 +36,7 @@ _AT_ONCE = 2**24
 _OPEN = 256
 """Files that are mapped at once: each takes a file descriptor, of which a process often has 1,024."""
 _MOST_NUMBERS = 2**20
-"""So many ids a vocabulary has that no option names; more are rather ids that were read in the wrong type."""
+"""Most ids of a vocabulary that no option names; more are rather ids that were read in the wrong type."""
 
 
 class TokenFile(NamedTuple):
@@ -189,7 +183,7 @@ class TokenShards(TextSource):
         root, paths = _paths(key, self.path)
         for path in paths:
             words = re.split(r"[^a-z0-9]+", str(path.relative_to(root)).lower()) if len(paths) > 1 else []
-            of = {PARTS[word] for word in words if word in PARTS} or {"train"}
+            of = {PART_OF[word] for word in words if word in PART_OF} or {"train"}
             if len(of) > 1:
                 raise UserError(f"{key}: {path.name} is named for {' and '.join(sorted(of))}; rename it")
             parts[of.pop()].append((key if path == Path(self.path).expanduser() else f"{key}: {path.name}", path))

@@ -22,7 +22,7 @@ from trainer.files import flush, read_json, write_json
 from trainer.terminal import work
 
 _CHARACTERS_AT_ONCE = 2**22
-"""Of documents between two commits: a million tokens, which take seconds."""
+"""Characters of documents between two commits: a million tokens, which take seconds."""
 _CHARACTERS_PER_TOKEN = 5
 """An own BPE is trained on no more text than is read, about."""
 _OTHERS = 10
@@ -41,7 +41,7 @@ class Streams:
     documents are held out."""
     column: str
     name: str
-    """Of the dataset, for messages."""
+    """Name of the dataset, for messages."""
     origin: str
     """What the validation part is, for the start block."""
     held_out: float

@@ -308,7 +308,7 @@ class TokenizerChoice:
     name: str
     """``data.tokenizer``."""
     vocab_size: int
-    """Of one that is made of the text, at most."""
+    """Most tokens of one that is made of the text."""
 
     def identity(self) -> Any:
         """Return JSON that changes whenever the ids of a text would."""

@@ -65,7 +65,7 @@ class TokenData:
     packing: bool = False
     """Whether several short samples share a window."""
     question: str = ""
-    """Of chats: the beginning of a user's message; empty: there is none."""
+    """Beginning of a user's message, of chats; empty: there is none."""
     added: int = 0
     """Special tokens that a tokenizer without a chat template got, and did not have."""
 
