@@ -117,11 +117,10 @@ class CausalLM(AnyModel):
         Raises:
             UserError: the options make no model that runs, or it sees what it must not see.
         """
-        packing = datasets.tokens.packing
         try:
             network = super().new_model(datasets)
-            if packing or self.kind != self.name:  # a preset's model is known
-                self._try_out(network, packing)
+            if datasets.tokens.packing or self.kind != self.name:  # a preset's model is known
+                self._try_out(network, datasets.tokens.packing)
         except Exception as error:  # of each model's own
             on_meta = torch.get_default_device().type == "meta"  # where a model that computes as it is built cannot be
             if isinstance(error, UserError) or is_out_of_memory(error) or on_meta or self.kind == self.name:
