@@ -294,9 +294,8 @@ class TransformersRecipe(Recipe):
     ) -> tuple[dict[str, Tensor], list[Decision]]:
         """Return the weights with this model's padding of the vocabulary."""
         tables, vocabulary = token_tables(network_of(model)), datasets.vocabulary
-        before = vocabulary - len(CHATML_TOKENS) * (
-            datasets.tokenizer.chat_template == CHATML
-        )  # of a run on plain text
+        # A run on plain text has no tokens of a chat template.
+        before = vocabulary - len(CHATML_TOKENS) * (datasets.tokenizer.chat_template == CHATML)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if id(parameter) not in tables or name not in weights:
                 continue

@@ -97,13 +97,9 @@ class ImageFolder(ImageSource):
         check_range("data.valid_fraction", self.valid_fraction, "(0, 1)")
         if not self.path:
             raise UserError(f"missing required option: data.path; {WANTED}")
-        for key, path in (
-            ("data.path", self.path),
-            ("data.test", self.test or "."),
-            ("data.labels", self.labels or "."),
-        ):
-            if not Path(path).expanduser().exists():
-                raise missing(f"{key}={path}")
+        for key in ("path", "test", "labels"):
+            if not Path(path := getattr(self, key) or ".").expanduser().exists():
+                raise missing(f"data.{key}={path}")
         others: Sequence[str]
         others, why = ("file_column", "label_column", "label_separator"), "without data.labels=…, a table of labels"
         if self.labels is not None:

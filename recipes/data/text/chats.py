@@ -149,15 +149,8 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> str:
-    names = {
-        str: "a text",
-        list: "a list",
-        dict: "an object",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-    }
-    return names.get(type(value), "nothing" if value is None else type(value).__name__)
+    kind = {str: "a text", list: "a list", dict: "an object", bool: "true or false", int: "a number", float: "a number"}
+    return kind.get(type(value), "nothing" if value is None else type(value).__name__)
 
 
 def without_none(value: Any) -> Any:
@@ -408,10 +401,9 @@ def _encoded(
 
 def _question(chats: Chats) -> str:
     """Return the beginning of a user's message, one of the first, to be asked again; empty: there is none."""
-    asked = (
-        message["content"] for messages, _, _ in next(iter(chats)) for message in messages if message["role"] == "user"
-    )
-    return next((" ".join(text.split())[:_SHOWN].strip() for text in asked if text.strip()), "")
+    messages = (message for chat, _, _ in next(iter(chats)) for message in chat)
+    asked = (" ".join(message["content"].split()) for message in messages if message["role"] == "user")
+    return next((text[:_SHOWN].strip() for text in asked if text), "")
 
 
 def _targets(places: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -15,12 +15,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from mantissa.display import quantity
 from recipes.data.text.documents import Text, split
 from recipes.data.text.files import PACKED_BYTES, encoding_of, is_text, missing, not_read, typed
 from recipes.data.text.pretrained import open_tokenizer
 from recipes.data.text.tokenizers import OF_TEXT, OWN_BPE, TokenizerChoice
-from recipes.data.text.tokens import TextSource, TokenData, open_or_build
+from recipes.data.text.tokens import TextSource, TokenData, amounts, open_or_build
 from trainer.cache import cache_folder
 from trainer.data.contract import check_no_overlap
 from trainer.errors import UserError, check_range
@@ -83,16 +82,12 @@ class TokenizedText(TextSource):
         train, valid = self.splits()
         test = self.test_split()
         parts = {"train": train, "valid": valid} | ({"test": test} if test else {})
-        one = self.whole and train.source == valid.source
-        if one:
+        if self.whole and train.source == valid.source:
             parts = {"train": replace(train, rows=range(len(train.sizes)), share=(0.0, 1.0))}
         choice = self.chosen_tokenizer(tokenizer)
         ids, text_bytes, opened = open_or_build(self.cache_folder, self.kind, parts, choice)
-        counts = f"{quantity(len(ids['train']))} tokens"
-        counts += "" if one else f" and {quantity(len(ids['valid']))} for validation ({valid.origin})"
-        counts += f" and {quantity(len(ids['test']))} for testing" if "test" in ids else ""
         note = f", {train.note}" if train.note else ""
-        description = f"{self.title()}: {counts}{note}, {opened.label}"
+        description = f"{self.title()}: {amounts(ids, valid.origin)}{note}, {opened.label}"
         return TokenData(ids["train"], ids.get("valid", ids["train"]), opened, description, ids.get("test"), text_bytes)
 
 

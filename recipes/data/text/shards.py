@@ -12,12 +12,12 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from mantissa.display import counted, quantity, shortened
+from mantissa.display import counted, shortened
 from recipes.data.text.cache import building, digest
 from recipes.data.text.files import PART_OF, missing, typed
 from recipes.data.text.pretrained import open_tokenizer
 from recipes.data.text.tokenizers import Tokenizer, numbers
-from recipes.data.text.tokens import TextSource, TokenData
+from recipes.data.text.tokens import TextSource, TokenData, amounts
 from trainer.cache import cache_folder, cached
 from trainer.data.contract import check_no_overlap
 from trainer.errors import UserError, check_choice, check_number, check_range
@@ -164,13 +164,14 @@ class TokenShards(TextSource):
             valid, origin = TokenFiles(files["train"], cut), f"the last {self.valid_fraction:.3g}"
         else:
             valid, origin = TokenFiles(files["valid"]), _names(files["valid"])
-        test = TokenFiles(files["test"]) if files["test"] else None
-        about = f"{quantity(cut)} tokens and {quantity(len(valid))} for validation ({origin})"
-        about += f" and {quantity(len(test))} for testing ({_names(files['test'])})" if test else ""
+        parts = {"train": TokenFiles(files["train"], 0, cut), "valid": valid}
+        if files["test"]:
+            parts["test"] = TokenFiles(files["test"])
+        about = amounts(parts, origin) + (f" ({_names(files['test'])})" if files["test"] else "")
         about += f", {first.dtype} in {counted(len(opened), 'file')}"
         about += f" ({left_out} more left out, for data.valid and data.test)" if left_out else ""
         description = f"{Path(self.path).name}: {about}, {what}"
-        return TokenData(TokenFiles(files["train"], 0, cut), valid, known, description, test)
+        return TokenData(parts["train"], valid, known, description, parts.get("test"))
 
     def _found(self) -> tuple[dict[str, list[tuple[str, Path]]], int]:
         """Return the files of each part, and where each is, for messages; and how many of ``path`` have no part.

@@ -16,7 +16,7 @@ from recipes.data.text.cache import FORMAT, building, digest
 from recipes.data.text.pretrained import local_path, opening
 from recipes.data.text.shards import TokenFile, TokenFiles
 from recipes.data.text.tokenizers import Tokenizer, TokenizerChoice
-from recipes.data.text.tokens import TokenData, encoded, pieces
+from recipes.data.text.tokens import TokenData, amounts, encoded, pieces
 from trainer.errors import UserError
 from trainer.files import flush, read_json, write_json
 from trainer.terminal import work
@@ -124,10 +124,7 @@ def open_or_stream(
         part: TokenFiles([TokenFile.of(folder / f"{part}.bin", meta["dtype"], 0, done["tokens"])])
         for part, done in meta["parts"].items()
     }
-    about = (
-        f"{quantity(len(parts['train']))} tokens and {quantity(len(parts['valid']))} for validation ({meta['origin']})"
-    )
-    about += f" and {quantity(len(parts['test']))} for testing" if "test" in parts else ""
+    about = amounts(parts, meta["origin"])
     if meta["whole"]:
         about += f", all that there are: data.max_tokens={quantity(tokens)} was not reached"
     about += f", column {meta['column']}; each row a document, {opened.label}"

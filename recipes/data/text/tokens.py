@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from mantissa.display import quantity
 from recipes.data.text.cache import built, completed
 from recipes.data.text.documents import Text
 from recipes.data.text.tokenizers import OWN_BPE, Tokenizer, TokenizerChoice
@@ -68,6 +69,13 @@ class TokenData:
     """Beginning of a user's message, of chats; empty: there is none."""
     added: int = 0
     """Special tokens that a tokenizer without a chat template got, and did not have."""
+
+
+def amounts(parts: Mapping[str, Ids], origin: str) -> str:
+    """Return how many tokens the parts have, in words, for the start block; ``origin`` says where ``valid`` is from."""
+    text = f"{quantity(len(parts['train']))} tokens"
+    text += f" and {quantity(len(parts['valid']))} for validation ({origin})" if "valid" in parts else ""
+    return text + (f" and {quantity(len(parts['test']))} for testing" if "test" in parts else "")
 
 
 @dataclass(kw_only=True)
@@ -270,11 +278,8 @@ def pieces(lines: Iterable[str]) -> Iterator[str]:
     length = 0
     for line in _parts(filter(None, lines)):
         if length >= _PIECE and (piece[-1].endswith("\n") or line[0] == " "):
-            after_word, word, spaced_word = (
-                piece[-1][-2:-1].strip(),
-                line[0].strip(),
-                line[0] == " " and line[1:2].strip(),
-            )
+            after_word, word = piece[-1][-2:-1].strip(), line[0].strip()
+            spaced_word = line[0] == " " and line[1:2].strip()
             if (after_word and word) or spaced_word:
                 yield "".join(piece)
                 piece, length = [], 0
