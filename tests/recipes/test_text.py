@@ -14,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from recipes.data.text import cache as cache_store
 from recipes.data.text import tokens as token_store
 from recipes.data.text.corpus import PythonDocs, TextFiles
 from recipes.data.text.documents import Text, split
@@ -282,7 +283,7 @@ def test_a_killed_preparation_leaves_nothing_that_looks_finished(
 ) -> None:
     source = TextFiles(path=str(file), vocab_size=300)
     with monkeypatch.context() as patch:
-        patch.setattr(token_store, "flush", Mock(side_effect=KeyboardInterrupt))  # everything is written
+        patch.setattr(cache_store, "flush", Mock(side_effect=KeyboardInterrupt))  # everything is written
         patch.setattr("shutil.rmtree", Mock())  # a kill cleans nothing
         with pytest.raises(KeyboardInterrupt):
             source.tokens(None)
