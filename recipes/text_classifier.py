@@ -157,17 +157,14 @@ class TextClassifier(AnyModel):
         """Return F1, the mean over the classes, and MCC; where texts have several labels, how often all are right."""
         from torchmetrics import classification
 
-        count: dict[str, Any] = {"validate_args": False}
-        number = len(datasets.classes)
+        from recipes.metrics import MeanF1
+
+        classes = len(datasets.classes)
         if datasets.multi_label:
-            return {
-                "f1_macro": classification.MultilabelF1Score(number, **count),
-                "exact_match": classification.MultilabelExactMatch(number, **count),
-            }
-        return {
-            "f1_macro": classification.MulticlassF1Score(number, **count),
-            "mcc": classification.MulticlassMatthewsCorrCoef(number, **count),
-        }
+            exact = classification.MultilabelExactMatch(classes, validate_args=False)
+            return {"f1_macro": MeanF1(classes), "exact_match": exact}
+        f1 = classification.MulticlassF1Score(classes, validate_args=False)
+        return {"f1_macro": f1, "mcc": classification.MulticlassMatthewsCorrCoef(classes, validate_args=False)}
 
     def adapt_weights(
         self, weights: dict[str, Tensor], model: Any, datasets: Any, about: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Metrics of images with any number of labels each. To import torchmetrics takes seconds: import this where needed."""
+"""Metrics of samples with any number of labels. To import torchmetrics takes seconds: import this where needed."""
 
 from __future__ import annotations
 
