@@ -176,7 +176,7 @@ class TransformersRecipe(Recipe):
         """Return transformers' class of the model."""
         raise NotImplementedError
 
-    def new_config(self, cls: Any, vocabulary: int, datasets: TextDatasets) -> Any:
+    def new_config(self, cls: Any, vocabulary: int, datasets: Any) -> Any:
         """Return transformers' config of a new model of that class and so many token ids."""
         raise NotImplementedError
 
@@ -188,7 +188,7 @@ class TransformersRecipe(Recipe):
         """Return the options of transformers' config that hold of a pretrained model, too, such as dropout."""
         return {}
 
-    def new_model(self, datasets: TextDatasets) -> Any:
+    def new_model(self, datasets: Any) -> Any:
         """Return transformers' model in fp32, without adapters: the pretrained one, or one of random weights."""
         if sys.flags.optimize > 1:
             raise UserError("transformers needs docstrings: leave out python -OO and PYTHONOPTIMIZE=2")
@@ -305,7 +305,7 @@ class TransformersRecipe(Recipe):
                 weights[name] = torch.cat([known, known.mean(0).expand(len(parameter) - len(known), *known.shape[1:])])
         return with_adapters(weights, model), []
 
-    def export(self, model: Any, datasets: TextDatasets, folder: Path) -> None:
+    def export(self, model: Any, datasets: Any, folder: Path) -> None:
         """Write a folder that transformers' auto classes open, the tokenizer beside the weights.
 
         The padding of the vocabulary is not exported: nothing can predict an id that the tokenizer does not know.

@@ -52,7 +52,7 @@ class SizedRecipe(TransformersRecipe):
 
         return getattr(transformers, self.model_class)
 
-    def new_config(self, cls: Any, vocabulary: int, datasets: TextDatasets) -> Any:
+    def new_config(self, cls: Any, vocabulary: int, datasets: Any) -> Any:
         options = self.config_options() | self.shape._asdict() | self.own_config(datasets)
         del options["context"]
         return cls.config_class(vocab_size=vocabulary, attn_implementation=self.attention, **options)

@@ -102,9 +102,9 @@ class TextClassifier(AnyModel):
         labels = {"num_labels": len(datasets.classes), "pad_token_id": datasets.pad}
         return ids | labels
 
-    def new_model(self, datasets: LabelledDatasets) -> Any:  # type: ignore[override]
+    def new_model(self, datasets: LabelledDatasets) -> Any:
         """Return transformers' model with an output for each class of the data."""
-        network = super().new_model(datasets)  # type: ignore[arg-type]
+        network = super().new_model(datasets)
         config = network.config
         if self.pretrained and not self._about_head(datasets)[0]:
             name, layer = output_layer(network)
@@ -179,9 +179,9 @@ class TextClassifier(AnyModel):
         why = f"a new output layer ({name}): the run it starts from has the classes {shortened(before)}"
         return weights, [*decisions, Decision("init_from", "all but the output layer", why)]
 
-    def export(self, model: Any, datasets: LabelledDatasets, folder: Path) -> None:  # type: ignore[override]
+    def export(self, model: Any, datasets: LabelledDatasets, folder: Path) -> None:
         """Write a folder for transformers' ``pipeline("text-classification")``."""
-        super().export(model, datasets, folder)  # type: ignore[arg-type]
+        super().export(model, datasets, folder)
         path, network = folder / "tokenizer_config.json", model
         config = read_json(path)
         config.setdefault("pad_token", datasets.tokenizer.decode([datasets.pad]))
