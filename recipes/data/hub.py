@@ -30,7 +30,7 @@ from recipes.data.text.labelled import (
     check_parts,
     opened,
 )
-from recipes.data.text.pretrained import local_path, open_tokenizer, opening
+from recipes.data.text.pretrained import local_path, opening
 from recipes.data.text.rows import ROWS, empty_line, text_of
 from recipes.data.text.stream import Streams, open_or_stream
 from recipes.data.text.tokenizers import OWN_BPE
@@ -213,19 +213,19 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         train = self._split("train_split", self.train_split)
         labels = Labels(self.name, train, self.label_column)
         columns = text_columns(self.name, train, labels.columns, self.text_column, self.pair_column)
-        for key, choice in self._parts().values():
-            features = self._split(key, choice).features
-            if lacking := [name for name in columns if not is_text(features.get(name))]:
-                raise UserError(f"data.{key}={choice}: this split has no texts in a column {lacking[0]}")
+        for key, name in self._parts().values():
+            features = self._split(key, name).features
+            if lacking := [column for column in columns if not is_text(features.get(column))]:
+                raise UserError(f"data.{key}={name}: this split has no texts in a column {lacking[0]}")
         parts, origin = self._labelled(labels)
         check_parts(f"data.name={self.name}", parts, labels.classes)
-        if encoding.pretrained:
-            tokenizer = open_tokenizer(encoding.pretrained, f"init_from={encoding.pretrained}")
-        elif self.tokenizer == OWN_BPE:
+        choice = self.chosen_tokenizer(encoding.pretrained)
+        if (tokenizer := choice.known) is None:
+            if choice.name != OWN_BPE:
+                problem = f"data.tokenizer={choice.name} knows the characters of these texts alone; classify by another"
+                raise UserError(problem, "data.tokenizer=bytes", "data.tokenizer=bpe")
             texts = parts["train"].documents([self.name, self.train_split], columns)
-            *_, tokenizer = open_or_build(self.cache_folder, self.kind, {"train": texts}, self.chosen_tokenizer(None))
-        else:
-            tokenizer = open_tokenizer(self.tokenizer, f"data.tokenizer={self.tokenizer}")
+            *_, tokenizer = open_or_build(self.cache_folder, self.kind, {"train": texts}, choice)
         return opened(self.name, origin, parts, columns, labels.classes, tokenizer, encoding)
 
     def _labelled(self, labels: Labels) -> tuple[dict[str, LabelledRows], str]:

@@ -366,6 +366,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "no texts": ({"text": None}, (), "no columns are of type text"),
     "some have none": ({"label": lambda n: "ab"[n % 2] if n % 5 else None}, (), "row 0 has the label None.*8 of 40"),
     "not 0 or 1": ({"label": lambda n: n % 3}, ("data.label_column=[label]",), "row 2 has 2 in label, which is not 0"),
+    "characters": ({}, ("data.tokenizer=chars",), "knows the characters of these texts alone"),
     "no such column": ({}, ("data.label_column=stars",), "stars is not a column of type label"),
     "label as text": (
         {"label": lambda n: "ab"[n % 2]}, ("data.pair_column=label",), "label is not a column of type pair",
