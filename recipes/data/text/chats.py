@@ -7,7 +7,7 @@ import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,13 @@ from trainer.errors import UserError, first_line
 from trainer.files import read_json, write_json
 from trainer.terminal import work
 
-FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
-"""Columns that make a row a chat: the first of these forms that a dataset has is taken."""
-OPTIONAL = {"instruction": ("input",)}
-"""Columns that a form may have, too, by its first one; every form may have ``tools``."""
+FORMS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("messages",): (),
+    ("conversations",): (),
+    ("prompt", "completion"): (),
+    ("instruction", "output"): ("input",),
+}
+"""Columns that make a row a chat, and others that it may have beside ``tools``; the first form that fits is taken."""
 WANTED = "chats are in columns of these names: messages, conversations, prompt and completion, instruction and output"
 ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool", "function")},
@@ -46,11 +49,11 @@ _SHOWN = 60
 """Characters of a person's question that are shown."""
 
 
-def chat_columns(features: Mapping[str, Any]) -> tuple[str, ...]:
+def chat_columns(features: Container[str]) -> tuple[str, ...]:
     """Return the columns that make the rows chats; empty: they are none."""
-    for form in FORMS:
+    for form, optional in FORMS.items():
         if all(name in features for name in form):
-            return (*form, *(name for name in (*OPTIONAL.get(form[0], ()), "tools") if name in features))
+            return (*form, *(name for name in (*optional, "tools") if name in features))
     return ()
 
 
@@ -70,8 +73,8 @@ def used_columns(name: str, features: Mapping[str, Any], text_column: str | None
         if not columns and {"chosen", "rejected"} <= features.keys():
             raise UserError(f"data.name={name} has pairs of answers, chosen and rejected, which are not trained on")
         return columns
-    chat = next((form for form in FORMS[2:] if all(column in features for column in form)), ())
-    if text_column in (*chat, *OPTIONAL.get(chat[0] if chat else "", ())):
+    chat = chat_columns(features.keys() - {"messages", "conversations"})  # which may be texts
+    if text_column in chat:
         problem = f"data.text_column={text_column} is one column of chats ({', '.join(chat)})"
         mistake = typed("data.text_column", text_column)
         raise UserError(f"{problem}, which are trained on as a whole", "", mistake=mistake)
