@@ -93,7 +93,7 @@ def text_columns(name: str, dataset: Any, labels: Sequence[str], first: str | No
         UserError: there is none, or it is not clear which.
     """
     others = [column for column in dataset.features if column not in labels]
-    texts = [column for column in others if is_text(dataset.features[column])]
+    texts = [column for column in others if has_text(dataset.features[column])]
     if first is None and len(texts) > 1:
         raise UserError(
             f"data.name={name} has {len(texts)} columns of texts, {shortened(texts, 20)}; name one, or the two of "
@@ -102,8 +102,8 @@ def text_columns(name: str, dataset: Any, labels: Sequence[str], first: str | No
             f"data.text_column={texts[0]} data.pair_column={texts[1]}",
         )
     dataset = dataset.select_columns(others)
-    columns = [column_of(name, dataset, "text", first, is_text)]
-    return columns + ([column_of(name, dataset, "pair", second, is_text)] if second else [])
+    columns = [column_of(name, dataset, "text", first, has_text)]
+    return columns + ([column_of(name, dataset, "pair", second, has_text)] if second else [])
 
 
 class Labels:
@@ -212,7 +212,7 @@ class Labels:
         return torch.from_numpy(matrix)
 
 
-def is_text(feature: Any) -> bool:
+def has_text(feature: Any) -> bool:
     """Return whether a column of this type has texts."""
     return getattr(feature, "dtype", None) in ("string", "large_string")
 

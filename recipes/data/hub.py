@@ -12,24 +12,15 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
-from recipes.data.columns import Labels, column_of, is_text, text_columns
+from recipes.data.columns import Labels, column_of, has_text, text_columns
 from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.tables import header, table_options
 from recipes.data.text.chats import TRAIN_ON, WANTED, Chats, chat_columns, open_chats, split_rows, used_columns
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.documents import Text, split
-from recipes.data.text.files import encoding_of, not_read, typed
-from recipes.data.text.files import is_text as is_text_file
-from recipes.data.text.labelled import (
-    NAMES,
-    Encoding,
-    LabelledDatasets,
-    LabelledRows,
-    LabelledSource,
-    check_parts,
-    opened,
-)
+from recipes.data.text.files import NAMES, encoding_of, is_text, not_read, typed
+from recipes.data.text.labelled import Encoding, LabelledDatasets, LabelledRows, LabelledSource, check_parts, opened
 from recipes.data.text.pretrained import local_path, opening
 from recipes.data.text.rows import ROWS, empty_line, text_of
 from recipes.data.text.stream import Streams, open_or_stream
@@ -169,7 +160,7 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         if chats := [name for name in ("messages", "conversations") if name in head.features and not self.text_column]:
             problem = f"data.name={self.name} has chats ({chats[0]}), which are read whole, without data.max_tokens"
             raise UserError(problem, "", mistake="data.max_tokens")
-        column = column_of(self.name, head, "text", self.text_column, is_text)
+        column = column_of(self.name, head, "text", self.text_column, has_text)
         if empty_line(head, column, self.rows) is not None:
             problem = f"data.name={self.name}: {column} has lines of one text, and data.max_tokens reads documents"
             raise UserError(problem, "data.rows=documents")
@@ -215,7 +206,7 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         columns = text_columns(self.name, train, labels.columns, self.text_column, self.pair_column)
         for key, name in self._parts().values():
             features = self._split(key, name).features
-            if lacking := [column for column in columns if not is_text(features.get(column))]:
+            if lacking := [column for column in columns if not has_text(features.get(column))]:
                 raise UserError(f"data.{key}={name}: this split has no texts in a column {lacking[0]}")
         parts, origin = self._labelled(labels)
         check_parts(f"data.name={self.name}", parts, labels.classes)
@@ -275,7 +266,7 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         return empty_line(self._split("train_split", self.train_split), column, self.rows)
 
     def _text_column(self, key: str, choice: str) -> str:
-        return column_of(self.name, self._split(key, choice), "text", self.text_column, is_text)
+        return column_of(self.name, self._split(key, choice), "text", self.text_column, has_text)
 
     def _image_column(self, dataset: Any) -> str:
         from datasets import Image
@@ -299,7 +290,7 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
             if error := not_read(f"data.name={self.name}", path):
                 raise error
             problem = f"data.name={self.name}: the name of a file must end with {', '.join(BUILDERS)}"
-            remedies = [f"data=text {typed('data.path', self.name)}"] if is_text_file(path) else []
+            remedies = [f"data=text {typed('data.path', self.name)}"] if is_text(path) else []
             raise UserError(problem, *remedies, mistake=typed("data.name", self.name))
         return path
 
