@@ -109,7 +109,7 @@ def test_data_of_the_other_kind_is_refused(here: Path) -> None:
         "run=outputs/several", "split=all", "data=imagefolder", "data.path=photos", "data.labels=one.csv"
     )
     assert refused.code == 2
-    assert "gives any number of labels to an image, and in this data an image has one label" in refused.err
+    assert "gives any number of labels to a sample, and in this data one has one label" in refused.err
 
 
 def test_photos_get_the_labels_above_a_half_perhaps_none(here: Path, tmp_path: Path) -> None:
