@@ -142,7 +142,8 @@ def needs_logits(network: Any) -> str:
 def balance_of(network: Any) -> float:
     """Return transformers' factor of the loss of unequal experts; 0: the model has none."""
     takes = "output_router_logits" in inspect.signature(network.forward).parameters
-    return float(getattr(network.config, "router_aux_loss_coef", None) or 0) if takes else 0.0
+    factors = (getattr(network, name, None) for name in ("router_aux_loss_coef", "aux_loss_coef"))
+    return float(next(filter(None, factors), 0)) if takes else 0.0
 
 
 class _Outputs(tuple[Tensor, ...]):
@@ -181,9 +182,11 @@ def routers(network: Any) -> list[str]:
     They are what transformers records the router's logits of; where that is more than a router (attention, all
     experts), it is left out.
     """
-    recorded = (network.base_model._can_record_outputs or {}).get("router_logits", [])
-    several = recorded if isinstance(recorded, list) else [recorded]
-    kinds: tuple[Any, ...] = tuple(getattr(one, "target_class", one) for one in several)
+    kinds: tuple[Any, ...] = ()
+    for part in network.modules():  # the model inside, which a prefix does not always name
+        recorded = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
+        several = recorded if isinstance(recorded, list) else [recorded]
+        kinds += tuple(getattr(one, "target_class", one) for one in several)
     found: list[tuple[str, nn.Module]] = [one for one in network.named_modules() if isinstance(one[1], kinds)]
     return [name for name, module in found if not any(list(part.children()) for part in module.children())]
 

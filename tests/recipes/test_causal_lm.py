@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes.causal_lm import CausalLM
-from recipes.language import needs_logits
+from recipes.language import balance_of, needs_logits, routers
 from tests.helpers import CPU, compose, context, fit, needs_chunks, same_bits, trainer_of
 from trainer.config.compose import compose as compose_line
 from trainer.config.settle import plan_of
@@ -146,6 +146,26 @@ def test_routers_multiply_in_fp32(mode: str) -> None:
         trainer.recipe.loss(trainer.model, batch).loss_sum.backward()
     assert products.dtypes == {torch.float32}
     assert trainer_of(*MIXTRAL).fp32_modules == []  # all of it is
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "factor", "found"),
+    [
+        ("llama4_text", {"num_local_experts": 4}, 0, ["model.layers.0.feed_forward.router"]),
+        ("jetmoe", {"num_local_experts": 4, "kv_channels": 8, "aux_loss_coef": 0.5}, 0.5,
+         ["model.layers.0.mlp.router", "model.layers.0.self_attention.experts.router"]),
+        ("dbrx", {"ffn_config": {"moe_loss_weight": 0.5}, "attn_config": {"rope_theta": 1e4}}, 0.5,
+         ["transformer.blocks.0.ffn.router"]),
+    ],
+)  # fmt: skip
+def test_routers_and_their_balance_are_found_under_other_names(
+    kind: str, config: dict[str, Any], factor: float, found: list[str]
+) -> None:
+    layers = "n_layers" if kind == "dbrx" else "num_hidden_layers"
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{layers: 1}, **config))
+    assert balance_of(network) == factor
+    assert routers(network) == found
 
 
 def test_padding_has_no_part_in_the_balance_of_experts() -> None:
