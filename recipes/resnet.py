@@ -104,6 +104,8 @@ class ResNet(Recipe):
             recipe, decisions = self._with_criterion(context.datasets)
             return recipe, decisions + ([] if self.pretrained is None else [self._about_weights(context.datasets)])
         _image_source(context.data)
+        if self.criterion == "auto" and (criterion := context.recorded.get("recipe.criterion")):
+            return replace(self, criterion=criterion).resolve(context)
         choices = {} if self.pretrained is None else pretrained.exported_config(self.pretrained)
         why = "that of init_from"
         if not choices and context.hardware.is_gpu:

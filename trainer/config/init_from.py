@@ -162,7 +162,7 @@ def _of_run(source: InitFrom, given: str, composed: DictConfig, typed: Collectio
             continue
         is_typed = any(option == key or option.startswith(f"{key}.") for option in typed)
         # Of options under names, such as recipe.config, some may be repeated.
-        if not is_typed or (isinstance(before, dict) and now.items() <= before.items()):
+        if not is_typed or (OmegaConf.is_dict(now) and isinstance(before, dict) and now.items() <= before.items()):
             taken[key] = before
         elif key.removeprefix("recipe.") in cls.architecture and now != "auto":
             raise _contradicted(key, now, given, before)
