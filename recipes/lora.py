@@ -84,11 +84,14 @@ def merged_state(network: nn.Module) -> dict[str, Tensor]:
     state = network.state_dict()
     if not any(".lora_" in name for name in state):
         return state
-    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora import LoraLayer, ParamWrapper
 
     merged = {plain(name): tensor.float() for name, tensor in state.items() if ".lora_" not in name}
     for name, layer in network.named_modules():
-        if isinstance(layer, LoraLayer):
+        if isinstance(layer, ParamWrapper):  # of experts, whose weights are one tensor
+            key = plain(f"{name}.{layer.parameter_name}")
+            merged[key] = merged[key] + layer.get_delta_weight(ADAPTER).detach().float()
+        elif isinstance(layer, LoraLayer):
             down, up = (part[ADAPTER].weight.detach().float() for part in (layer.lora_A, layer.lora_B))
             change = layer.scaling[ADAPTER] * (up @ down)
             merged[f"{name}.weight"] = merged[f"{name}.weight"] + (change.T if layer.fan_in_fan_out else change)
@@ -97,7 +100,7 @@ def merged_state(network: nn.Module) -> dict[str, Tensor]:
 
 def plain(name: str) -> str:
     """Return the name that a weight has in a model without adapters."""
-    return name.replace(".base_layer.", ".")
+    return name.replace(".base_layer", "")
 
 
 def with_adapters(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

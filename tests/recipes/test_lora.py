@@ -73,6 +73,25 @@ def test_the_merged_export_and_the_adapter_give_what_was_trained(recipe: str, tm
     assert same_bits(others(trainer), base)
 
 
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # peft's own
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # likewise
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_adapters_of_experts_are_merged(precision: str, tmp_path: Path) -> None:
+    """Their weights are one tensor of three dimensions, which peft adapts in a way of its own."""
+    shape = ("hidden_size=32", "num_hidden_layers=1", "num_attention_heads=2", "num_key_value_heads=2",
+             "num_experts=4", "num_experts_per_tok=2", "moe_intermediate_size=16")  # fmt: skip
+    given = ("recipe=causal_lm", "recipe.model_type=qwen3_moe", *(f"recipe.config.{option}" for option in shape))
+    trainer = trainer_of(*given, *SMALL, "optimizer.lr=0.05", RANK, f"precision={precision}")
+    trainer.recipe.export(trainer.model, trainer.datasets, tmp_path / "base")
+    fit(trainer)
+    trained = outputs("causal_lm", trainer.model.eval().network)
+    trainer.recipe.export(trainer.model, trainer.datasets, tmp_path / "best")
+    opened, merged = (AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("base", "best"))
+    assert (outputs("causal_lm", merged) - trained).abs().max() < 1e-5 * trained.abs().max()
+    with_adapter = PeftModel.from_pretrained(opened, str(tmp_path / "best" / "adapter")).eval()
+    assert (outputs("causal_lm", with_adapter) - trained).abs().max() < 1e-5 * trained.abs().max()
+
+
 @pytest.mark.parametrize("mode", ["fp16", "bf16_master", "bf16_sr"])
 def test_only_the_adapters_change_in_every_precision(mode: str, tmp_path: Path) -> None:
     trainer = tiny("gpt2", RANK, f"precision={mode}", "scaler.init=1024" if mode == "fp16" else "seed=0")
