@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from mantissa.errors import nearest
-from recipes.huggingface import RECIPES, TransformersRecipe, check_context, network_of
+from recipes.data.text.pretrained import opening
+from recipes.huggingface import RECIPES, WITH_WEIGHTS, TransformersRecipe, check_context, load_whole, network_of
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.recipe import Decision
@@ -151,6 +153,17 @@ class AnyModel(TransformersRecipe):
             raise UserError(f"recipe.config makes no {self.model_type}: {why}") from error
         self.check_type(config)
         return config
+
+    def exported(self, folder: Path) -> dict[str, Tensor]:
+        """Return the weights that ``export`` wrote, by their names in transformers' model.
+
+        It may have saved some in parts, such as those of experts, so that it reads them.
+        """
+        if self.kind == self.name:  # a preset's are saved as they are
+            return super().exported(folder)
+        key = f"init_from={folder}"
+        with opening(str(folder), key, "cannot be opened by transformers", f"give a folder {WITH_WEIGHTS}") as place:
+            return dict(load_whole(self.network_class(), key, place)[0].state_dict())
 
     def blocks(self, model: Any) -> list[nn.Module]:
         """Return the longest list of modules that transformers splits between devices as a whole, else of one class."""

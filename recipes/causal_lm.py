@@ -224,8 +224,10 @@ class CausalLM(AnyModel):
         try:
             with threads(1):  # a token is little work to share: where CPUs are busy, threads wait for each other
                 ids = generated(model.network, prompt, tokenizer.vocab_size, **drawn, **ends)
-        except FloatingPointError as error:
-            return f"no sample: {error}"
+        except Exception as error:  # of the model's own code: the run is done, with or without a sample
+            if is_out_of_memory(error):
+                raise
+            return f"no sample: {described(error)}"
         written = ids[0, len(start) :].tolist()
         cut = f" ({len(written)} of {length} tokens in {_SAMPLE_S:g} s)" * (len(written) < length)
         text = f"‹{tokenizer.decode(start.tolist())}›{tokenizer.decode(written)}"

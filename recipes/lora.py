@@ -29,7 +29,8 @@ class LoRA:
     """Dropout probability of an adapter's inputs."""
     target: Any = "auto"
     """Linear layers to adapt, by name or end of name: [c_attn, c_proj]; auto: peft's choice, attention's input
-    layers, or where it has none for the model, all-linear: all linear layers but the output."""
+    layers, or where it has none for the model, all-linear: all linear layers but the output and routers; experts whose
+    weights are one tensor stay as they are."""
 
     def __post_init__(self) -> None:
         check_number("recipe.lora.rank", self.rank, 0)
@@ -69,8 +70,7 @@ class LoRA:
             r=self.rank,
             lora_alpha=self.alpha,
             lora_dropout=self.dropout,
-            target_modules=ALL if targets == [ALL] else targets,
-            exclude_modules=routers(network) if targets == [ALL] else None,
+            target_modules=_linear_layers(network) if targets == [ALL] else targets,
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in network.modules()),  # it is transposed
         )
         network.add_adapter(config)
@@ -84,14 +84,11 @@ def merged_state(network: nn.Module) -> dict[str, Tensor]:
     state = network.state_dict()
     if not any(".lora_" in name for name in state):
         return state
-    from peft.tuners.lora import LoraLayer, ParamWrapper
+    from peft.tuners.lora import LoraLayer
 
     merged = {plain(name): tensor.float() for name, tensor in state.items() if ".lora_" not in name}
     for name, layer in network.named_modules():
-        if isinstance(layer, ParamWrapper):  # of experts, whose weights are one tensor
-            key = plain(f"{name}.{layer.parameter_name}")
-            merged[key] = merged[key] + layer.get_delta_weight(ADAPTER).detach().float()
-        elif isinstance(layer, LoraLayer):
+        if isinstance(layer, LoraLayer):
             down, up = (part[ADAPTER].weight.detach().float() for part in (layer.lora_A, layer.lora_B))
             change = layer.scaling[ADAPTER] * (up @ down)
             merged[f"{name}.weight"] = merged[f"{name}.weight"] + (change.T if layer.fan_in_fan_out else change)
@@ -120,6 +117,22 @@ def _task_of(network: Any) -> str | None:
     if not network.can_generate():
         return None
     return "SEQ_2_SEQ_LM" if network.config.is_encoder_decoder else "CAUSAL_LM"
+
+
+def _linear_layers(network: Any) -> list[str]:
+    """Return the names of the linear layers of a model without its output or head, and without routers of experts.
+
+    (peft's own all-linear adapts some routers, and experts whose weights are one tensor with ranks of its own choice.)
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    inside, output = set(network.base_model.modules()), network.get_output_embeddings()
+    linear = {
+        name: module
+        for name, module in network.named_modules()
+        if module in inside and module is not output and isinstance(module, (nn.Linear, Conv1D))
+    }
+    return [name for name in linear if name not in routers(network)]
 
 
 def _check_targets(network: Any, targets: list[str]) -> None:

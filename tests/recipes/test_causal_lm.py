@@ -236,6 +236,22 @@ def test_another_run_begins_with_the_model_and_the_weights_of_a_run(tmp_path: Pa
         compose_line(other)
 
 
+def test_the_experts_of_a_run_are_taken_over(tmp_path: Path) -> None:
+    """Its folder has them one by one, and the model all in one tensor."""
+    from transformers import AutoModelForCausalLM
+
+    from trainer.run.start import train
+
+    own = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
+    given = [*new("qwen3_moe", **own), *DATA]
+    train(compose(*given, f"output_dir={tmp_path}", "tracking=local", "profiler=none", "device=cpu", "run_name=first"))
+    model = trainer_of(*given, f"init_from={tmp_path / 'first'}").model
+    best = AutoModelForCausalLM.from_pretrained(tmp_path / "first/best").state_dict()
+    taken = model.network.state_dict()  # type: ignore[operator,union-attr]
+    assert taken.keys() == best.keys()
+    assert all(torch.equal(taken[name][: len(tensor)], tensor) for name, tensor in best.items())
+
+
 def test_precision_leaves_modules_of_the_recipe_alone_in_fp32() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     kept = Precision("bf16_pure").convert(net, torch.device("cpu"), fp32_of=lambda model: ["1"])

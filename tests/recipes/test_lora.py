@@ -73,15 +73,17 @@ def test_the_merged_export_and_the_adapter_give_what_was_trained(recipe: str, tm
     assert same_bits(others(trainer), base)
 
 
-@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # peft's own
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # likewise
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_adapters_of_experts_are_merged(precision: str, tmp_path: Path) -> None:
-    """Their weights are one tensor of three dimensions, which peft adapts in a way of its own."""
+def test_a_mixture_of_experts_has_adapters_beside_experts_and_routers(precision: str, tmp_path: Path) -> None:
     shape = ("hidden_size=32", "num_hidden_layers=1", "num_attention_heads=2", "num_key_value_heads=2",
              "num_experts=4", "num_experts_per_tok=2", "moe_intermediate_size=16")  # fmt: skip
     given = ("recipe=causal_lm", "recipe.model_type=qwen3_moe", *(f"recipe.config.{option}" for option in shape))
     trainer = trainer_of(*given, *SMALL, "optimizer.lr=0.05", RANK, f"precision={precision}")
+    adapted = {
+        name.partition(".lora_")[0].rpartition(".")[2] for name in trainer.model.state_dict() if ".lora_" in name
+    }
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
     trainer.recipe.export(trainer.model, trainer.datasets, tmp_path / "base")
     fit(trainer)
     trained = outputs("causal_lm", trainer.model.eval().network)
