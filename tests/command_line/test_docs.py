@@ -6,6 +6,7 @@ Commands of training take two steps at a tiny size; where one cannot run here, t
 from __future__ import annotations
 
 import ast
+import json
 import re
 import runpy
 import shlex
@@ -33,7 +34,8 @@ TRAIN = "python scripts/train.py"
 ELSEWHERE = (
     # Installs, downloads, or needs another machine.
     "source .venv/bin/activate", "pip ", "make ", "sbatch ", f"{TRAIN} -m hydra/launcher=submitit_slurm",
-    f"{TRAIN} recipe=gpt2 data=hub", f"{TRAIN} recipe=resnet precision=fp16 scaler=dynamic",
+    f"{TRAIN} recipe=gpt2 data=hub data.name=wikitext", f"{TRAIN} recipe=gpt2 data=hub data.name=HuggingFaceFW",
+    f"{TRAIN} recipe=resnet precision=fp16 scaler=dynamic",
     f"{TRAIN} recipe=resnet recipe.arch=resnet18 init_from=DEFAULT", f"{TRAIN} recipe=causal_lm init_from=",
     f"{TRAIN} recipe=text_classifier",
     # Takes several processes, or minutes.
@@ -113,6 +115,8 @@ def files(user_data: None, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     """The user's own data, as the pages call it, and a standard library of a few modules."""
     for name, made in {"notes.txt": "texts/0.txt", "photos": "images"}.items():
         (folder / name).symlink_to(folder / made)
+    rows = [[{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": f"{n + 1}"}] for n in range(40)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     images = [file.relative_to(folder / "images").with_suffix("") for file in (folder / "images").rglob("*.png")]
     for table, label in {"labels.csv": "", "tags.csv": "|more"}.items():
         lines = [f"{image},{image.parent.name}{label}\n" for image in images]

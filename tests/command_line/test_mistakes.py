@@ -33,7 +33,7 @@ TRAIN = r"""
 - | precision=null | precision=null is not a choice
 - | presicion=bf16 | presicion is not a key
 - | recipe.sise=mini | ; set recipe.size=mini
-- | recipe=gpt2 recipe.n_layer=2 | recipe.n_layer is not a key of the config; recipe has size,
+- | recipe=gpt2 recipe.n_layer=2 | recipe.n_layer is not a key of the config; recipe has context,
 - | recipe=resnet50 | ; set recipe=resnet
 - | device=tpu | device=tpu is not a device (cpu, cuda
 - | metrics=f1 | metrics=f1 must be a list, such as [a,b], or null: accuracy,
@@ -45,7 +45,7 @@ recipe=bignet | loader=2 | -
 - | lr=1e-3 | lr is not a key of the config: here it is optimizer.lr; set optimizer.lr=1e-3
 recipe=bignet schedule=wsd | schedule.warmup=10 | -
 # options of another choice
-- | data.path=notes.txt | data.path is an option of data=imagefolder|text alone
+- | data.path=notes.txt | data.path is an option of data=imagefolder|text|tokens alone
 recipe=bignet | clip.max_norm=1.0 | clip=norm clip.max_norm=1.0, or leave
 recipe=bignet | ema.decay=0.9 | ema=default ema.decay=0.9
 # other trainers' words
