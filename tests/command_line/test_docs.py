@@ -51,7 +51,7 @@ ELSEWHERE = (
     "python scripts/predict.py run=outputs/photos path=new_photos",
 )  # fmt: skip
 SMALL = {
-    "gpt2": ("recipe.context=16",),
+    "gpt2": ("recipe.context=32",),
     "causal_lm": ("recipe.context=16", "data.tokenizer=bytes"),
     "resnet": ("recipe.arch=shufflenet_v2_x0_5", "recipe.image_size=32", "loader.workers=0"),
     "bignet": ("recipe.layers=2", "recipe.width=8", "data.samples=16"),
