@@ -227,7 +227,7 @@ class ResNet(Recipe):
         """Return mean average precision and F1, means over the classes, where an image may have several labels."""
         if not datasets.multi_label:
             return {}
-        from recipes.metrics import MeanAveragePrecision, MeanF1
+        from trainer.multi_label import MeanAveragePrecision, MeanF1
 
         return {"mAP": MeanAveragePrecision(len(datasets.classes)), "f1_macro": MeanF1(len(datasets.classes))}
 

@@ -157,7 +157,7 @@ class TextClassifier(AnyModel):
         """Return F1, the mean over the classes, and MCC; where texts have several labels, how often all are right."""
         from torchmetrics import classification
 
-        from recipes.metrics import MeanF1
+        from trainer.multi_label import MeanF1
 
         classes = len(datasets.classes)
         if datasets.multi_label:
