@@ -79,6 +79,9 @@ def predict(arguments: list[str]) -> int:
     run = configure(exported, overrides, with_data=False)
     names: list[str] = exported.config["classes"]
     several = exported.config.get("multi_label", False)
+    if several and any(argument.startswith("top=") for argument in arguments):
+        mistake = f"top={options.top}"
+        raise UserError(f"{mistake} has no effect: a photo may have several labels", "", mistake=mistake)
     top = len(names) if several else min(options.top, len(names))
     target = Path(options.output).expanduser() if options.output else exported.results / "predictions.csv"
     width, classified = max(len(str(file)) for file in files), 0

@@ -2,7 +2,7 @@
 
   run=…           folder of a run, its best/, mlflow:RUN_ID, or an exported folder (run= may be left out)
   path=…          a photo, or a folder of photos; each is cut and scaled as in the model's evaluation
-  top=5           how many classes are shown for each
+  top=5           how many classes are shown for each; of several labels all above 0.5 are
   output=…        the CSV file (default: predictions.csv in the run's folder)
   batch_size=32   photos in a forward pass
 It computes in the precision of the run, or in precision=…; device=… chooses where.

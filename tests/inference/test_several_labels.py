@@ -112,6 +112,12 @@ def test_data_of_the_other_kind_is_refused(here: Path) -> None:
     assert "gives any number of labels to a sample, and in this data one has one label" in refused.err
 
 
+def test_a_number_of_classes_to_show_is_refused(here: Path) -> None:
+    refused = predict("run=outputs/several", "path=photos", "top=2")
+    assert refused.code == 2
+    assert "top=2 has no effect: a photo may have several labels; leave it out" in refused.err
+
+
 def test_photos_get_the_labels_above_a_half_perhaps_none(here: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.png").write_text("no image")
     for name in ("p0", "p1"):

@@ -233,7 +233,7 @@ def test_one_photo_in_two_folders_is_warned_of_with_both_names(
         (tmp_path / "train/dog/gone.png").symlink_to("nowhere.png")
         described(tmp_path)
     both = f"{tmp_path}/train/cat/7 again.png (cat) and {tmp_path}/{same[1]} (dog)"
-    assert f"at least 1 photos are in the training data twice, with different labels: {both}" in caplog.text
+    assert f"1 photo or more in the training data twice, with different labels: {both}" in caplog.text
 
 
 def test_a_table_beside_the_images_can_be_typed(tmp_path: Path) -> None:

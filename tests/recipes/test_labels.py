@@ -175,17 +175,29 @@ REFUSED: dict[str, tuple[str, str]] = {
     # content; words of the message
     "nothing": ("", "is empty"),
     "a heading alone": ("id,label\n", "no rows"),
-    "one column": ("id\n1.png\n", "one column"),
+    "one column": ("id\n1.png\n", "one column: its first line, 'id', has no comma, semicolon or tab"),
     "a line with a column more": (PLAIN.replace("4.png,a", "4.png,a,b"), "line 6 has 3 columns, the first one has 2"),
     "a quote that does not end": (PLAIN.replace("4.png", '"4.png'), "as where a quote does not end"),
     "no such images": (
         PLAIN + "10.png,a\n11.png,b\n",
-        "2 of 12 lines name images not in PATH/photos: 10.png (line 12), 11",
+        "2 of 12 lines name images not in PATH/photos (which has 0.png, 1.png, 2.png, …): 10.png (line 12), 11",
     ),
-    "no names": (rows("label", kind, "age", lambda number: number + 0.5), "no column has a name of an image"),
-    "one class": (rows("id", "{}.png".format, "label", lambda _: "a"), "one class only"),
-    "an empty label": (PLAIN.replace("4.png,a", "4.png,"), "line 6 has no label in column label"),
-    "numbers": (rows("id", "{}.png".format, "age", lambda number: number * 1.5), "column age has 10 values in 10 rows"),
+    "no names": (
+        rows("label", kind, "age", lambda number: number + 0.5),
+        "in data.path (which has 0.png, 1.png, 2.png, …)",
+    ),
+    "one class": (
+        rows("id", "{}.png".format, "label", lambda _: "a"),
+        "PATH/labels.csv has training images of one class only (a)",
+    ),
+    "empty labels": (
+        PLAIN.replace("4.png,a", "4.png,").replace("6.png,b", "6.png,"),
+        "2 of 10 lines without a label in column label (6, 8)",
+    ),
+    "numbers": (
+        rows("id", "{}.png".format, "age", lambda number: number * 1.5),
+        "column age has 10 values in 10 rows, which are no classes; the columns are id, age; a table has",
+    ),
     "one image in two lines": (PLAIN + "2.png,a\n", "lines 4 and 12 give PATH/photos/2.png different labels"),
     "two labels of one name": (
         rows("id", "{}.png".format, "label", kind, "label", kind),
@@ -221,7 +233,7 @@ REMEDIED: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "several labels, not separated": (
         rows("id", "{}.png".format, "tags", lambda number: f"{'xyz'[number % 3]} {'uvw'[number // 4]}"),
-        ("'data.label_separator='\"'\"' '\"'\"''",),
+        ("\"data.label_separator=' '\"",),
     ),
 }
 
@@ -247,6 +259,14 @@ def test_other_mistakes_name_what_is_there(tmp_path: Path) -> None:
         opened(tmp_path, PLAIN, label_column="lable")
     with pytest.raises(UserError, match=r"line 1 is .*, and is to be an object"):
         opened(tmp_path, "[\n]", "labels.jsonl")
+    with pytest.raises(UserError, match=r"'id,label', has no tab"):
+        opened(tmp_path, PLAIN.replace("name", "id"), "labels.tsv")
+    for separator in (";", ""):
+        with pytest.raises(UserError, match=r"no cell of column label has the data\.label_separator") as absent:
+            opened(tmp_path, PLAIN, label_separator=separator)
+        assert absent.value.remedies == ("",)
+    with pytest.raises(UserError, match="has no effect on columns of 0 and 1"):
+        opened(tmp_path, SEVERAL["columns of 0 and 1"][0], label_separator=";")
     with pytest.raises(UserError, match="line 3 has '-1' in column y"):
         opened(tmp_path, "id,x,y\n1.png,1,0\n2.png,1,-1\n3.png,1,0\n", label_column=["x", "y"])
     with pytest.raises(UserError, match=r"must end with \.csv"):

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mantissa.display import shortened
+from mantissa.display import counted, shortened
 from recipes.data.images.labels import TABLES
 from recipes.data.images.labels import read as read_table
 from recipes.data.images.pixels import DecodedImages
@@ -130,7 +130,8 @@ class ImageFolder(ImageSource):
         size, side = image_size or 224, parts[TRAINING].shorter_side()
         left_out = f"; passed over: {numbers(passed)}" if passed.total() else ""
         title = f"{self.kind} ({origin}{left_out})"
-        return self.opened(title, f"data.path={self.path}", parts, classes, size, side, decodes=True)
+        where = f"data.path={self.path}" if self.labels is None else f"data.labels={self.labels}"
+        return self.opened(title, where, parts, classes, size, side, decodes=True)
 
     def _by_folder(self, passed: Counter[str]) -> tuple[Parts, list[str], str]:
         """Return the images of each part with their labels, the classes, and where the parts are from."""
@@ -163,7 +164,7 @@ class ImageFolder(ImageSource):
             passed -= Counter([_suffix(table.name)])
         chosen = {"file": self.file_column, "label": self.label_column, "separator": self.label_separator}
         labelled = read_table(table, given, folder, images, **chosen)
-        folders = [os.path.relpath(file, folder).split(os.sep)[0] for file in labelled.files]
+        folders = [file[len(folder) :].lstrip("/").split("/")[0] for file in labelled.files]
         words = [word.lower() for word in labelled.splits or folders]
         if unknown := [word for word in words if word not in _SPLITS]:
             if labelled.splits:
@@ -360,10 +361,10 @@ def _warn_of_copies(found: Parts, classes: list[str]) -> None:
             copies.setdefault(TRAINING, []).append((one, other))
     for part, pairs in copies.items():
         if part == TRAINING:
-            message = "at least %d photos are in the training data twice, with different labels: %s and %s"
+            message = "%s or more in the training data twice, with different labels: %s and %s"
         else:
-            message = f"at least %d of the {part} images are training images, too (%s is %s); results look too good"
-        log.warning(message, len(pairs), *pairs[0])
+            message = f"training images are {part} images, too: %s or more (%s is %s); results look too good"
+        log.warning(message, counted(len(pairs), "photo"), *pairs[0])
 
 
 def _copies(images: Iterable[Image]) -> Iterator[tuple[Image, Image]]:

@@ -9,7 +9,7 @@ import math
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from itertools import islice
@@ -86,7 +86,13 @@ def read(
         column = table.without_heading(column)
     split = next((name for name in table.columns if name.lower() == "split" and name != column), None)
     label = table.label_columns({column, split}, label)
-    labels, classes = (table.flags(label), label) if isinstance(label, list) else table.labels(label, separator)
+    if isinstance(label, list):
+        if separator is not None:
+            problem = "data.label_separator has no effect on columns of 0 and 1"
+            raise UserError(f"{given}: {problem}", "", mistake="data.label_separator")
+        labels, classes = table.flags(label), label
+    else:
+        labels, classes = table.labels(label, separator)
     rows, files = table.rows_of(column, find, labels, folder)
     of_labels = label if isinstance(label, list) else [label]
     unused = [name for name in table.columns if name not in (column, split, *of_labels)]
@@ -113,7 +119,7 @@ class _Table:
         lines: the number of each row's line in the file.
     """
 
-    def __init__(self, given: str, heading: list[str], rows: list[list[Any]], lines: list[int]) -> None:
+    def __init__(self, given: str, heading: list[str], rows: Sequence[Sequence[Any]], lines: list[int]) -> None:
         self.given, self.heading, self.lines = given, heading, lines
         if not lines:
             raise UserError(f"{given} has no rows; {WANTED}")
@@ -140,7 +146,7 @@ class _Table:
             raise self.error(f"{key}={name} is not one of its columns{near} ({shortened([*self.columns], 20)})")
         return name
 
-    def file_column(self, find: Callable[[str], list[str]], chosen: str | None) -> str:
+    def file_column(self, find: _Names, chosen: str | None) -> str:
         """Return the column of names."""
         if chosen is not None:
             return self.known("data.file_column", chosen)
@@ -156,7 +162,7 @@ class _Table:
         if not named:
             first = ", ".join(f"{name} ({str(cells[0])[:30]})" for name, cells in self.columns.items())
             columns = f"columns with their first value: {first:.400}"
-            raise self.error(f"no column has a name of an image that is in data.path; {columns}; {WANTED}")
+            raise self.error(f"no column has a name of an image in data.path ({find.some}); {columns}; {WANTED}")
         return named[0] if len(named) == 1 else single[0]
 
     def label_columns(self, others: set[str | None], chosen: str | list[str] | None) -> str | list[str]:
@@ -177,57 +183,69 @@ class _Table:
 
     def repeating(self, names: Iterable[str]) -> list[str]:
         """Return the columns whose values repeat, so that they may be classes."""
+        names = [name for name in names if name.lower() != "split"]
         texts = [name for name in names if all(isinstance(cell, str) and cell for cell in self.columns[name])]
         return [name for name in texts if 2 <= len(set(self.columns[name])) <= len(self.lines) / 2]
 
     def no_flag(self, names: Iterable[str]) -> str:
         """Return where columns have something else than 0 and 1, in words."""
-        cells = ((name, row, str(cell)) for name in names for row, cell in enumerate(self.columns[name]))
-        wrong = ((name, row, cell) for name, row, cell in cells if cell.lower() not in _OFF + _ON)
-        return next((f"line {self.lines[row]} has {cell[:60]!r} in column {name}" for name, row, cell in wrong), "")
+        for name in names:
+            cells = [*map(str, self.columns[name])]
+            if wrong := {cell for cell in set(cells) if cell.lower() not in _OFF + _ON}:
+                line, cell = next(pair for pair in zip(self.lines, cells, strict=True) if pair[1] in wrong)
+                return f"line {line} has {cell[:60]!r} in column {name}"
+        return ""
 
     def flags(self, names: list[str]) -> Tensor:
         """Return the labels of columns that are one label each, bool, rows × columns."""
         if where := self.no_flag(names):
             raise self.error(f"{where}; a column of one label has 0 and 1 alone")
-        return torch.tensor([[cell.lower() in _ON for cell in self.columns[name]] for name in names]).T
+        on = {cell for name in names for cell in set(self.columns[name]) if cell.lower() in _ON}
+        return torch.tensor([[cell in on for cell in self.columns[name]] for name in names]).T
 
     def labels(self, name: str, separator: str | None) -> tuple[Tensor, list[str]]:
         """Return the labels of a column, and the classes."""
         cells = self.columns[name]
-        if separator is not None:
-            cells = [_parts(cell, separator) if isinstance(cell, str) else cell for cell in cells]
+        absent = separator is not None
+        if separator:
+            absent = not any(separator in cell for cell in cells if isinstance(cell, str))
+            cells = cells if absent else [_parts(cell, separator) if isinstance(cell, str) else cell for cell in cells]
         several = any(isinstance(cell, list) for cell in cells)
-        rows = [cell if isinstance(cell, list) else [cell] if cell else [] for cell in cells]
+        rows = [cell if isinstance(cell, list) else (cell,) if cell else () for cell in cells]
         counts = Counter(label for labels in rows for label in labels)
         classes = sorted(counts, key=_number_or_text)
         signs = () if several else ("|", ";", ",", " ")
         parts = {sign: {part for cell in counts for part in _parts(cell, sign)} for sign in signs}
         fewer = {typed("data.label_separator", sign): len(of) for sign, of in parts.items() if len(of) < len(classes)}
-        if 1 < len(classes) > counts.total() / 2:
+        no_classes = 1 < len(classes) > counts.total() / 2
+        if absent:
+            problem = f"no cell of column {name} has the data.label_separator {separator!r}"
+            whole = [""] * (not no_classes)
+            raise UserError(f"{self.given}: {problem}", *fewer, *whole, mistake="data.label_separator")
+        if no_classes:
             problem = f"column {name} has {len(classes):,} values in {len(rows):,} rows, which are no classes"
             others = [typed("data.label_column", other) for other in self.repeating(self.columns) if other != name]
-            raise UserError(f"{self.given}: {problem}; name the column of labels", *fewer, *others)
+            columns = f"; the columns are {shortened([*self.columns], 20)}; {WANTED}" * (not (fewer or others))
+            raise UserError(f"{self.given}: {problem}{columns}", *fewer, *others)
         for option, count in [*fewer.items()][:1]:
             message = "%s: column %s has %d labels; with %s there would be %d, and several to an image"
             log.warning(message, self.given, name, len(classes), option, count)
         place = {label: index for index, label in enumerate(classes)}
+        if empty := [str(self.lines[row]) for row, labels in enumerate(rows) if not (labels or several)]:
+            problem = f"{len(empty):,} of {counted(len(rows), 'line')} without a label in column {name}"
+            raise self.error(f"{problem} ({shortened(empty)}); leave such lines out")
         for line, labels in zip(self.lines, rows, strict=True):
-            if not (labels or several):
-                raise self.error(f"line {line} has no label in column {name}; leave such lines out")
             if len(set(labels)) < len(labels):
                 problem = f"line {line} has a label twice in column {name} ({', '.join(labels):.60})"
                 raise self.error(f"{problem}; write the names of the labels that the image has")
         if not several:
-            return torch.tensor([place[label] for (label,) in rows]), classes
+            return torch.tensor([place[label] for label in cells]), classes
         hot = torch.zeros(len(rows), len(classes), dtype=torch.bool)
         places = [(row, place[label]) for row, labels in enumerate(rows) for label in labels]
         hot[torch.tensor(places, dtype=torch.int64).reshape(-1, 2).unbind(1)] = True
         return hot, classes
 
-    def rows_of(
-        self, column: str, find: Callable[[str], list[str]], labels: Tensor, folder: str
-    ) -> tuple[list[int], list[str]]:
+    def rows_of(self, column: str, find: _Names, labels: Tensor, folder: str) -> tuple[list[int], list[str]]:
         """Return one row for each image that is named, and the images."""
         rows: dict[str, int] = {}
         missing: list[str] = []
@@ -243,7 +261,7 @@ class _Table:
                 raise self.error(f"{lines} give {found[0]} different labels; leave one out")
         if missing:
             images = "images" if len(missing) > 1 else "image"
-            counts = f"{len(missing):,} of {len(self.lines):,} lines name {images} not in {folder}"
+            counts = f"{len(missing):,} of {len(self.lines):,} lines name {images} not in {folder} ({find.some})"
             why = f"{shortened(missing, 3)}; leave such lines out, or set data.path to the folder that has all of them"
             raise self.error(f"{counts}: {why}")
         return [*rows.values()], [*rows]
@@ -257,14 +275,19 @@ class _Names:
     def __init__(self, folder: str, beside: Path, images: Sequence[str]) -> None:
         root = os.path.abspath(folder)
         self.places = dict.fromkeys([root, os.path.abspath(beside)])
+        self.some = "which has " + shortened([image[len(folder) :].lstrip("/") for image in images[:4]], 3)
         self.whole: dict[str, list[str]] = {}
         self.short: dict[str, list[str]] = {}
         for image in images:
             path = _composed(f"{root}/{image[len(folder) :].lstrip('/')}")
             stem = path[: path.rindex(".")]
-            self.whole.setdefault(path, []).append(image)
-            for key in {stem, path[path.rindex("/") + 1 :], stem[path.rindex("/") + 1 :]}:
-                self.short.setdefault(key, []).append(image)
+            keys = dict.fromkeys((stem, path[path.rindex("/") + 1 :], stem[path.rindex("/") + 1 :]), self.short)
+            alone = [image]  # one list for all keys, as long as they have one image: there are many
+            for key, known in (*keys.items(), (path, self.whole)):
+                if len(found := known.setdefault(key, alone)) > 1:
+                    found.append(image)
+                elif found is not alone:
+                    known[key] = found + alone
 
     def __call__(self, name: str) -> list[str]:
         """Return the images of a name: none, one, or several."""
@@ -290,29 +313,36 @@ def _number_or_text(label: str) -> tuple[float, str]:
     return float(label) if is_number else math.inf, label
 
 
-def _separated(path: Path, given: str) -> tuple[list[str], list[list[Any]], list[int]]:
+def _separated(path: Path, given: str) -> tuple[list[str], Sequence[Sequence[Any]], list[int]]:
     """Return the heading, the rows, and the numbers of their lines, of a CSV or TSV file.
 
     Its separator is the first of comma, semicolon and tab, in a .tsv file tab, that cuts all lines into the same number
     of columns, two or more.
     """
     text, problem = _text(path, given), ""
-    for separator in ("\t",) if path.suffix.lower() == ".tsv" else (",", ";", "\t"):
+    separators: Sequence[str]
+    separators, called = (",", ";", "\t"), "comma, semicolon or tab"
+    if path.suffix.lower() == ".tsv":
+        separators, called = ("\t",), "tab"
+    for separator in separators:
         reader = csv.reader(StringIO(text), delimiter=separator, strict=True)
         try:
-            rows = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if row]
+            # Tuples, which the garbage collector, unlike lists, does not visit again and again.
+            rows = [(reader.line_num, tuple(map(str.strip, row))) for row in reader if row]
         except csv.Error as error:
             problem = problem or f"line {reader.line_num}: {error}, as where a quote does not end"
             continue
         width = len(rows[0][1]) if rows else 0
         odd = [f"line {line} has {counted(len(row), 'column')}" for line, row in rows if len(row) != width]
         if width > 1 and not odd:
-            return rows[0][1], [row for _, row in rows[1:]], [line for line, _ in rows[1:]]
+            return [*rows[0][1]], [row for _, row in rows[1:]], [line for line, _ in rows[1:]]
         problem = problem or (f"{odd[0]}, the first one has {width}; repair it" if width > 1 else "")
-    raise UserError(f"{given}: {problem or f'it is empty, or has one column; {WANTED}'}")
+    first = text.strip().partition("\n")[0].strip()[:60]
+    columns = f"it has one column: its first line, {first!r}, has no {called}" if first else "it is empty"
+    raise UserError(f"{given}: {problem or f'{columns}; {WANTED}'}")
 
 
-def _json_lines(path: Path, given: str) -> tuple[list[str], list[list[Any]], list[int]]:
+def _json_lines(path: Path, given: str) -> tuple[list[str], Sequence[Sequence[Any]], list[int]]:
     """Return the same of a file with a JSON object in each line."""
     rows: list[dict[str, Any]] = []
     lines: list[int] = []

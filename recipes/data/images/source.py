@@ -95,8 +95,12 @@ class ImageSource(DataSource):
             UserError: there are too few images of each class, or of one class only.
         """
         labels = parts["training"].labels
-        if len(labels.unique() if labels.ndim == 1 else labels.any(0).nonzero()) < 2:
-            raise UserError(f"{where} has images of one class only; two are needed")
+        present = labels.unique() if labels.ndim == 1 else labels.any(0).nonzero().flatten()
+        if len(present) < 2:
+            names = "".join(f" ({classes[number]})" for number in present)
+            raise UserError(
+                f"{where} has training images of {'one class only' if names else 'no class'}{names}; two are needed"
+            )
         if not len(parts["validation"]):
             raise UserError(f"{where} has too few images of each class: none can be kept for validation")
         for part in parts.values():

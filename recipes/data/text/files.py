@@ -36,7 +36,9 @@ _TRIED_BYTES = 2**26
 
 def typed(key: str, value: str) -> str:
     """Return an override as it is typed in a shell."""
-    return shlex.quote(f"{key}={as_typed(value)}")
+    text = f"{key}={as_typed(value)}"
+    # shlex would leave the quotes of another shell in it, and write each as five characters: '"'"'
+    return f'"{text}"' if "'" in text and not set('"$`\\!') & set(text) else shlex.quote(text)
 
 
 def missing(given: str) -> UserError:
@@ -44,8 +46,8 @@ def missing(given: str) -> UserError:
     key, _, name = given.partition("=")
     path = Path(name).expanduser()
     near = nearest(path.name, [file.name for file in path.parent.glob("*")], f"{path.parent}/" * (path.name != name))
-    problem = f"{given}: there is no such file or folder{near}; if it was moved, set {key}=… to its new place"
-    return UserError(problem, mistake=typed(key, name))
+    moved = f"; if it was moved, set {key}=… to its new place"
+    return UserError(f"{given}: there is no such file or folder{near or moved}", mistake=typed(key, name))
 
 
 def not_read(given: str, path: Path) -> UserError | None:
