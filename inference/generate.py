@@ -64,7 +64,14 @@ def generation(exported: Exported, options: GenerateOptions, overrides: Sequence
         prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         encoded = partial(tokenizer.encode, verbose=False, add_special_tokens=False)  # the template has them
     continued = causal and not options.chat
-    tokens = encoded(prompt)
+    try:
+        tokens = encoded(prompt)
+    except Exception as error:
+        if type(error) is not Exception:  # the tokenizers library has no type for its own
+            raise
+        raise UserError(
+            f"prompt={options.prompt!r} has what the model's tokenizer does not know; give another"
+        ) from None
     if not tokens:
         raise UserError(f"prompt={options.prompt!r} has no token for the model's tokenizer; give another")
     exported.check_tokens("prompt=", 1 + max(tokens))

@@ -92,9 +92,10 @@ class AnyModel(TransformersRecipe):
     def check_type(self, config: Any) -> None:
         kind, remedies = config.model_type, [f"recipe={config.model_type}"] * (config.model_type in RECIPES)
         why = self.unfit(config)
-        if not why and not config.is_encoder_decoder and (text := config.get_text_config()) is not config:
+        if not config.is_encoder_decoder and (text := config.get_text_config()) is not config:
             why = "takes images or other inputs beside text"
-            remedies += [f"recipe.model_type={text.model_type}"] * (not self.pretrained)
+            alone = not self.pretrained and text.model_type in self.classes()
+            remedies += [f"recipe.model_type={text.model_type}"] * alone
         if why:
             option = f"init_from={self.pretrained}" if self.pretrained else f"recipe.model_type={kind}"
             raise UserError(f"{option}: a model of type {kind} {why}; recipe={self.name} cannot train it", *remedies)
@@ -115,6 +116,17 @@ class AnyModel(TransformersRecipe):
 
     def config_options(self) -> dict[str, Any]:
         return self._known_options(type(self.pretrained_config())) if self.config else {}
+
+    def open_pretrained(self, cls: Any, vocabulary: int, **options: Any) -> Any:
+        try:
+            return super().open_pretrained(cls, vocabulary, **options)
+        except UserError:
+            if not self.config:
+                raise
+        super().open_pretrained(cls, vocabulary)  # whose error is that of the folder itself
+        keys = [f"recipe.config.{key}" for key in self.config]
+        given = " ".join(f"{key}={value}" for key, value in zip(keys, self.config.values(), strict=True))
+        raise UserError(f"init_from={self.pretrained} has no weights for {given}", "", mistake=" ".join(keys))
 
     def _known_options(self, cls: Any) -> dict[str, Any]:
         """Return ``config`` under the names that transformers' class of the config has for its options."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mantissa.display import shortened
 from mantissa.errors import described
 from recipes.any_model import AnyModel
 from recipes.data.text.samples import NO_TARGET, sample_datasets
@@ -164,8 +165,9 @@ class CausalLM(AnyModel):
                 f"a model of type {self.kind} sees later tokens, and cannot learn to predict them", *remedies
             )
         if packing and (one - other_start)[2:].abs().max() > least:
-            why = "sees the text before" if takes else "takes no positions, by which it would tell the texts apart"
-            raise UserError(f"data.packing=true: {type(network).__name__} {why}", "data.packing=false")
+            why = "" if takes else ", as it takes no positions"
+            problem = f"{type(network).__name__} lets a text see the one before it in the window{why}"
+            raise UserError(f"data.packing=true: {problem}", "data.packing=false")
 
     def needs_logits(self, datasets: TextDatasets) -> str:
         """Return why the loss cannot be computed in chunks; empty: it can."""
@@ -202,6 +204,12 @@ class CausalLM(AnyModel):
         """Return the routers of a mixture of experts: between two close experts 16 bits would choose another one."""
         inside = next(name for name, module in model.named_modules() if module is model.network)
         return [f"{inside}.{name}" for name in routers(model.network)]
+
+    def summary_fields(self, model: Any, datasets: TextDatasets) -> dict[str, Any]:
+        """Return why training computes all logits, and where the routers of a mixture of experts are."""
+        facts, found = super().summary_fields(model, datasets), routers(model.network)
+        facts |= {"loss": f"of all logits ({model.logits_for})"} if model.logits_for else {}
+        return facts | ({"routers": shortened(found, 1)} if found else {})
 
     def exported(self, folder: Path) -> dict[str, Tensor]:
         """Return the weights that ``export`` wrote, by their names in the model."""

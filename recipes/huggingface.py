@@ -287,7 +287,10 @@ class TransformersRecipe(Recipe):
     def _opening(self) -> AbstractContextManager[dict[str, Any]]:
         """Give the arguments of ``from_pretrained``, whose errors become the user's."""
         key, failure = f"init_from={self.pretrained}", f"cannot be opened as a {self.name}"
-        return opening(str(self.pretrained), key, failure, f"give a folder {WITH_WEIGHTS}")
+        path = Path(str(self.pretrained)).expanduser()
+        # An adapter records where its base model is, and may be opened from another folder.
+        name = str(path.absolute()) if path.is_dir() else str(self.pretrained)
+        return opening(name, key, failure, f"give a folder {WITH_WEIGHTS}")
 
     def adapt_weights(
         self, weights: dict[str, Tensor], model: Any, datasets: TextDatasets, about: dict[str, Any]

@@ -99,6 +99,8 @@ class LanguageModel(nn.Module):
         self.has_loss_head = not _changes_logits(network)
         self.balance = balance_of(network)
         """Factor of the loss of experts that have unequal loads; 0: there are none, or it is not wanted."""
+        self.logits_for = _why_logits(self.balance, self.has_loss_head)
+        """Why training computes all logits; empty: it does not."""
         if self.has_loss_head:
             network.set_output_embeddings(LossHead(network.get_output_embeddings().weight, chunked, vocabulary))
         self._name = name
@@ -134,9 +136,13 @@ class LanguageModel(nn.Module):
 
 def needs_logits(network: Any) -> str:
     """Return why the loss of one of transformers' models is computed from all of its logits; empty: it need not be."""
-    if balance_of(network):
-        return "the balance of its experts, which takes a pass through the whole model, is part of the loss"
-    return "its logits are capped, scaled, or more than a product with the output layer" * _changes_logits(network)
+    return _why_logits(balance_of(network), not _changes_logits(network))
+
+
+def _why_logits(balance: float, has_loss_head: bool) -> str:
+    if balance:
+        return "the balance of its experts is part of it"
+    return "" if has_loss_head else "its logits are capped, scaled, or more than a product with the output layer"
 
 
 def balance_of(network: Any) -> float:

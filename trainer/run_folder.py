@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shlex
@@ -150,7 +151,7 @@ class RunFolder:
         for key in PATHS if self.place("") not in (Path(), Path.cwd()) else ():
             value = recorded.get(key)
             is_split = key == "data.test" and recorded.get("data") == "hub"
-            if value and value != str(kept) and not is_split and self.place(value).exists():
+            if value and value != str(kept) and not is_split and self.has(value):
                 recorded[key] = str(self.place(value))
         # A pretrained model whose folder is gone: its config is beside the tokenizer.
         pretrained = recorded.get("recipe.pretrained", "init_from")
@@ -166,7 +167,12 @@ class RunFolder:
 
     def is_gone(self, key: str, recorded: Any) -> bool:
         """Return whether an option is the path of data that are no longer where they were when the run was started."""
-        return key == "data.path" and not self.place(recorded).exists()
+        return key == "data.path" and not self.has(recorded)
+
+    def has(self, path: Any) -> bool:
+        """Return whether something is where a path of the record leads, which may be a glob pattern."""
+        place = self.place(path)
+        return place.exists() or any(glob.iglob(str(place), recursive=True))
 
     def place(self, path: Any) -> Path:
         """Return where a path of the record leads from the folder that the run was last started in.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mantissa.display import shortened
-from recipes.data.text.chats import WANTED, chat_columns
+from recipes.data.text.chats import WANTED, chat_columns, incomplete
 from recipes.data.text.files import typed
 from trainer.errors import UserError
 
@@ -64,6 +64,8 @@ def column_of(name: str, dataset: Any, kind: str, choice: str | None, fits: Call
     parts = [f"data.name={name}: {wrong} of type {kind}; its columns are {columns}"]
     chats = chat_columns(features)
     whole = "chats: leave data.text_column out" if choice else "chats"
+    if kind == "text" and choice is None and not chats and (lacks := incomplete(features)):
+        raise UserError(f"{parts[0]}; {lacks}", *["data.text_column=text"] * ("text" in fitting))
     parts += [f"{column} has {whole if column in chats else 'texts in lists'}" for column in lists]
     parts += [WANTED] * (kind == "text" and choice is None and not chats)
     parts += ["all is in one row: rows below a key are not read, write one row each"] * is_nested

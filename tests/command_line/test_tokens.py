@@ -36,6 +36,9 @@ def test_a_run_on_ids_goes_on_and_is_used(
     done = script(generate, f"run={trained}", "prompt=<12><7>", "max_new_tokens=3", "temperature=0")
     assert done.out.startswith("<12><7><")
     assert script(generate, f"run={trained}", "prompt=words").code == 2  # which have no ids
+    assert (
+        "'<99>' has what the model's tokenizer does not know" in script(generate, f"run={trained}", "prompt=<99>").err
+    )
     for other in ((), ("data.path=other.bin",), ("data.path=other.bin", "split=all")):
         assert script(evaluate, f"run={trained}", *other).code == 0
     # The ids of another run are those of this one, though its own data has fewer.

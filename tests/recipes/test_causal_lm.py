@@ -41,6 +41,7 @@ MIXTRAL = new("mixtral", num_key_value_heads=2, num_local_experts=4)
         (["recipe.model_type=qwen3-moe"], "is no type of this transformers; did you mean 'qwen3_moe'", None),
         (["recipe.model_type=t5"], "t5 encodes one text and decodes another", "recipe=t5"),
         (["recipe.model_type=gemma3"], "gemma3 takes images or other inputs", "recipe.model_type=gemma3_text"),
+        (["recipe.model_type=qwen2_5_vl"], "qwen2_5_vl takes images or other inputs", None),
         (["recipe.model_type=vit"], "vit does not continue a text", None),
         (new("bert")[1:], "bert sees later tokens", "recipe=bert"),
         (["recipe.model_type=qwen3", "recipe.config.num_hidden_layer=2"],
@@ -74,8 +75,11 @@ def test_special_tokens_are_the_tokenizers_and_dropout_of_a_folder_can_be_set(tm
     trainer.recipe.export(trainer.model, trainer.datasets, tmp_path)
     folder = ["recipe=causal_lm", f"init_from={tmp_path}", *DATA]
     assert trainer_of(*folder, "recipe.config.dropout=0.25").model.network.config.dropout == 0.25
-    with pytest.raises(UserError, match=r"of another shape than config.json describes"):
-        trainer_of(*folder, "recipe.config.ffn_dim=64")
+    for keys in (["ffn_dim=64"], ["num_hidden_layers=1", "dropout=0.25"], ["num_hidden_layers=3"]):
+        given = [f"recipe.config.{key}" for key in keys]
+        with pytest.raises(UserError, match=f"has no weights for {' '.join(given)}") as refused:
+            trainer_of(*folder, *given)
+        assert set(refused.value.mistake.split()) == {key.partition("=")[0] for key in given}
 
 
 def test_models_without_sdpa_compute_attention_eagerly_and_it_is_said() -> None:
@@ -203,7 +207,7 @@ def test_a_packed_sample_has_the_loss_of_its_texts_alone() -> None:
     [
         ("bloom", {"n_layer": 2, "n_head": 4}, "takes no positions"),
         ("mamba", {"num_hidden_layers": 2, "state_size": 4}, "takes no positions"),
-        ("falcon", {"num_hidden_layers": 2, "num_attention_heads": 4}, "sees the text before"),
+        ("falcon", {"num_hidden_layers": 2, "num_attention_heads": 4}, "lets a text see the one before it"),
     ],
 )
 def test_packing_is_refused_where_texts_would_see_each_other(kind: str, config: dict[str, Any], why: str) -> None:
@@ -219,6 +223,16 @@ def test_adapters_of_a_model_that_peft_does_not_know_are_on_all_linear_layers() 
                if ".lora_" in name}  # fmt: skip
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     fit(trainer)
+
+
+@pytest.mark.parametrize(
+    ("given", "loss"), [(QWEN3, False), (MIXTRAL, True), (new("gemma2", num_key_value_heads=2, head_dim=8), True)]
+)
+def test_that_the_loss_takes_all_logits_is_said_with_the_reason(given: list[str], loss: bool) -> None:
+    trainer = trainer_of(*given)
+    facts = trainer.recipe.summary_fields(trainer.model, trainer.datasets)
+    assert ("of all logits (" in facts.get("loss", "")) == loss
+    assert ("routers" in facts) == (given is MIXTRAL)
 
 
 def test_another_run_begins_with_the_model_and_the_weights_of_a_run(tmp_path: Path) -> None:

@@ -262,7 +262,11 @@ BROKEN: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
         "row 1, message 2 has the role 'narrator'; known are system",
     ),
     "no messages": ([{"messages": []}], {}, "row 1 has no messages"),
-    "no content": ([{"messages": [*ANSWER, {"role": "user", "content": None}]}], {}, "row 1, message 2 has no content"),
+    "no content": (
+        [{"messages": [*ANSWER, {"role": "user", "content": None}]}],
+        {},
+        "row 1, message 2 has role, and no content",
+    ),
     "content in parts": (
         [{"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}],
         {},
@@ -296,6 +300,17 @@ BROKEN: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
         [{"question": "hi", "answer": "ho"}] * 2,
         {},
         "question .string., answer .string.; chats are in columns of these names: messages",
+    ),
+    "a list of nearly the name": ([{"mesages": ANSWER}] * 2, {}, "messages would be chats: rename mesages to messages"),
+    "a column of nearly the name": (
+        [{"instruction": "hi", "input": "you", "ouput": "ho"}] * 2,
+        {},
+        "instruction and output would be chats: rename ouput to output",
+    ),
+    "a column less": (
+        [{"prompt": "hi", "reply": "ho"}] * 2,
+        {},
+        "prompt and completion would be chats: completion is ",
     ),
     "rows": ([{"messages": ANSWER}] * 2, {"rows": "documents"}, "data.rows=documents has no effect"),
     "text, all": ([{"text": "hi"}] * 2, {"train_on": "all"}, "data.train_on=all has no effect"),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -300,7 +300,7 @@ def of_own_code(path: Path) -> None:
     (path / "own.py").write_text(f"open({str(path / 'it-ran')!r}, 'w')")
 
 
-DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
+DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a layer": (
         edited(lambda state: {name: each for name, each in state.items() if ".h.1." not in name}),
         r"12 of 29 tensors are missing \(transformer.h.1.attn.c_attn.bias, ",
@@ -339,6 +339,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
         r"config.json cannot be read as JSON \(Unexpected UTF-8 BOM .*; save it as plain UTF-8",
     ),
     "own code": (of_own_code, "it brings code of its own, which is not run"),
+    "no tokenizer": (
+        lambda path: [file.unlink() for file in path.glob("tokenizer*")],
+        r"has no tokenizer that opens \(.*[^: ]\)",
+    ),
     "quantized": (configured(quantization_config={"quant_method": "gptq", "bits": 4}), r"are quantized \(gptq\)"),
     "adapters": (
         lambda path: (path / "config.json").rename(path / "adapter_config.json"),
@@ -373,3 +377,13 @@ def test_a_body_without_a_head_gets_one_and_what_is_left_out_is_said(
         "the head is new, 6 tensors (",
     ]
     assert "pooler.dense.bias" in said[0]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own
+def test_an_adapter_finds_its_base_model_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model("gpt2", tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    trainer = trainer_of(*options("gpt2", Path("model"), "recipe.lora.rank=2"))
+    trainer.recipe.export(trainer.model, trainer.datasets, tmp_path / "best")
+    monkeypatch.chdir(tmp_path / "best")
+    AutoPeftModelForCausalLM.from_pretrained("adapter")

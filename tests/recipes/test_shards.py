@@ -148,8 +148,11 @@ def test_a_tokenizer_gives_the_ids_their_text(folder: Path) -> None:
     data = TokenShards(path="a.bin", tokenizer="bytes").tokens(None)
     assert data.tokenizer.decode(data.train[:6].tolist()) == "naïve"
     raw(folder / "a.bin", [255, 256])
-    with pytest.raises(UserError, match="id number 1 is 256, and 256 bytes has the ids 0 to 255"):
+    wrong = "id number 1 is 256, and 256 bytes has the ids 0 to 255"
+    with pytest.raises(UserError, match=f"{wrong}; make them with this tokenizer, or train a new model"):
         TokenShards(path="a.bin").tokens("bytes")  # init_from's
+    with pytest.raises(UserError, match=f"{wrong}; name what made them"):
+        TokenShards(path="a.bin", tokenizer="bytes").tokens(None)
 
 
 WRONG: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {

@@ -14,12 +14,13 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from recipes.data.hub import Hub
 from recipes.data.text import cache as cache_store
 from recipes.data.text import tokens as token_store
 from recipes.data.text.corpus import PythonDocs, TextFiles
 from recipes.data.text.documents import Text, split
 from recipes.data.text.pretrained import Pretrained
-from recipes.data.text.tokenizers import BytePairs, Bytes
+from recipes.data.text.tokenizers import BytePairs, Bytes, numbers
 from recipes.data.text.tokens import TextDatasets, TokenData, Windows
 from recipes.language import TokenWindows
 from trainer.errors import UserError
@@ -221,9 +222,12 @@ def test_a_tokenizer_that_does_not_know_the_text_is_said(
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]").save_pretrained(tmp_path / "tokenizer")
     file.write_text("known strange known known\n" * 40)
-    for _ in range(2):  # when it is made, and from the cache
+    (tmp_path / "rows.jsonl").write_text('{"text": "known strange known known"}\n' * 40)
+    tokenizer = str(tmp_path / "tokenizer")
+    streamed = Hub(name=str(tmp_path / "rows.jsonl"), tokenizer=tokenizer, max_tokens=1e9)
+    for source in [TextFiles(path=str(file), tokenizer=tokenizer), streamed] * 2:  # when it is made, and from the cache
         caplog.clear()
-        TextFiles(path=str(file), tokenizer=str(tmp_path / "tokenizer")).tokens(None)
+        source.tokens(None)
         assert "25 % of the tokens are of text that the tokenizer does not know" in caplog.text
 
 
@@ -383,7 +387,7 @@ def test_a_disk_that_fills_up_while_text_is_tokenized(tmp_path: Path) -> None:
 # --- tokenizers of the hub, without a network
 
 
-def test_a_hub_tokenizer_while_offline(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_tokenizer_while_offline(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     for name, override in (("data.tokenizer", None), ("init_from", "nobody/nothing")):
         with pytest.raises(UserError, match=f"{name}=nobody/nothing"):
@@ -391,6 +395,10 @@ def test_a_hub_tokenizer_while_offline(file: Path, monkeypatch: pytest.MonkeyPat
     for name in ("./nowhere", "/no/such/tokenizer", "a/b/c"):
         with pytest.raises(UserError, match=f"data.tokenizer={name}"):
             TextFiles(path=str(file), tokenizer=name).tokens(None)
+    (tmp_path / "smol").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"data.tokenizer=smoll: there is no such file or folder here.*mean 'smol'"):
+        TextFiles(path=str(file), tokenizer="smoll").tokens(None)
 
 
 def test_a_prompt_ends_where_a_document_does() -> None:
@@ -401,6 +409,14 @@ def test_a_prompt_ends_where_a_document_does() -> None:
     part = TokenWindows(ids, 4)
     datasets = TextDatasets(part, part, "", tokens=data, tokenizer=tokenizer, vocabulary=300)
     assert datasets.first_words == "Resolved."
+
+
+def test_a_prompt_of_numbers_has_whole_ones() -> None:
+    ids = np.arange(100_000, 100_020)
+    data = TokenData(ids, ids, numbers(100_020), "")
+    part = TokenWindows(ids, 4)
+    datasets = TextDatasets(part, part, "", tokens=data, tokenizer=data.tokenizer, vocabulary=100_020)
+    assert data.tokenizer.encode(datasets.first_words) == [*ids[:3]]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def overrides_of(folder: RunFolder, changed: Sequence[str] = ()) -> list[str]:
         key, value = key_of(typed), value_of(typed)
         if is_elsewhere and isinstance(value, str):
             path = folder.place(value)
-            if key in _FOLDERS or (key in PATHS and path.exists()):
+            if key in _FOLDERS or (key in PATHS and folder.has(value)):
                 typed = f"{key}={as_typed(str(path))}"
         kept[key] = typed
     for typed in changed:

@@ -41,13 +41,18 @@ def typed(key: str, value: str) -> str:
     return f'"{text}"' if "'" in text and not set('"$`\\!') & set(text) else shlex.quote(text)
 
 
+def near_to(path: Path) -> str:
+    """Return ``"; did you mean 'b.txt'?"`` of the name beside a path that is most like it; empty: none is."""
+    folder = f"{path.parent}/" * (path.parent != Path())
+    return nearest(path.name, [file.name for file in path.parent.glob("*")], folder)
+
+
 def missing(given: str) -> UserError:
     """Return what is wrong with an option whose value names no file and no folder."""
     key, _, name = given.partition("=")
     path = Path(name).expanduser()
-    near = nearest(path.name, [file.name for file in path.parent.glob("*")], f"{path.parent}/" * (path.name != name))
     moved = f"; if it was moved, set {key}=… to its new place"
-    return UserError(f"{given}: there is no such file or folder{near or moved}", mistake=typed(key, name))
+    return UserError(f"{given}: there is no such file or folder{near_to(path) or moved}", mistake=typed(key, name))
 
 
 def not_read(given: str, path: Path) -> UserError | None:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from recipes.data.text.files import TABLES, typed
+from recipes.data.text.files import TABLES, near_to, typed
 from recipes.data.text.tokenizers import CHATML, CHATML_TOKENS, Bytes, Characters, Tokenizer
 from trainer.checkpoint.weights import defect
 from trainer.errors import UserError, first_line, is_out_of_memory
@@ -51,7 +51,12 @@ class Pretrained(Tokenizer):
         if Path(name).expanduser().is_dir():
             wanted = f'copy the model\'s own into it (AutoTokenizer.from_pretrained(…).save_pretrained("{name}"))'
         with opening(name, key, "has no tokenizer that opens", wanted) as place:
-            tokenizer = AutoTokenizer.from_pretrained(**place)
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(**place)
+            except ValueError as error:
+                if "instantiate the backend tokenizer" not in str(error):
+                    raise
+                raise ValueError("it has no tokenizer.json, and nothing else that makes one") from None
             # Transformers makes up an empty one for a config alone; of T5, it has the sign of a space.
             if set(tokenizer.get_vocab()) <= {"▁", *tokenizer.all_special_tokens}:
                 raise ValueError("there is none, or it has special tokens only")
@@ -120,8 +125,11 @@ def opening(name: str, key: str, failure: str, wanted: str) -> Iterator[dict[str
                 raise UserError(f"{key}: {file.name} {what}") from error
         if "trust_remote_code" in str(error):
             raise UserError(f"{key} {failure}: it brings code of its own, which is not run; {wanted}") from error
+        absent, near = "there is no such file or folder here", near_to(Path(name))
         if silent:
-            raise UserError(f"{key} is not complete in the local cache, and {silent}; {wanted}") from error
+            raise UserError(
+                f"{key}: {absent}, it is not complete in the local cache, and {silent}; {wanted}{near}"
+            ) from error
         chain: list[BaseException] = [error]
         while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
             chain.append(cause)
@@ -129,8 +137,8 @@ def opening(name: str, key: str, failure: str, wanted: str) -> Iterator[dict[str
         if http and not isinstance(http, HfHubHTTPError):  # no answer, where transformers speaks of a wrong folder
             raise UserError(f"{key} could not be downloaded ({first_line(http)}); try again") from error
         if isinstance(http, RepositoryNotFoundError) or type(error).__name__ == "DatasetNotFoundError":
-            wanted = "check the id; if it is gated or private, get access on its page, then run hf auth login"
-            wanted += " or set HF_TOKEN"
+            wanted = f"{absent}{near}; check the id; if it is gated or private, get access on its page, then run hf "
+            wanted += "auth login or set HF_TOKEN"
         elif not path:
             wanted += "; hf cache rm removes a damaged copy"
         raise UserError(f"{key} {failure} ({first_line(error)}); {wanted}") from error

@@ -176,7 +176,7 @@ def sample_datasets(tokens: TokenData, context: int, known: int = 0, positions: 
         before, after = (1 - filled / (count * context) for count in (samples, len(datasets["train"])))
         about.append(
             f"packed into {counted(len(datasets['train']), 'window')} of {context} tokens, of which {after:.1%} are "
-            f"padding, {before:.1%} with a row in each"
+            f"padding (without packing {before:.1%})"
         )
     if known and tokens.added:
         about.append(f"{tokens.added} tokens are new to the model")

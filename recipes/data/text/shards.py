@@ -149,7 +149,10 @@ class TokenShards(TextSource):
                 both = f"{where} has {first.dtype}, {other} has {file.dtype}"
                 raise UserError(f"{both}; one run reads ids of one type: write them anew in it")
         # Check every id, which is done once.
-        largest = self._check(opened, known, vocabulary)
+        remedy = "name what made them"
+        if tokenizer is not None:
+            remedy = "make them with this tokenizer, or train a new model: data.tokenizer without init_from"
+        largest = self._check(opened, known, vocabulary, remedy)
         if known is None:
             known = numbers(vocabulary or largest + 1)
             size = vocabulary or "null: the largest plus 1"
@@ -277,9 +280,9 @@ class TokenShards(TextSource):
         return TokenFile.of(flat, wanted, 0, count)
 
     def _check(
-        self, opened: Sequence[tuple[str, TokenFile]], tokenizer: Tokenizer | None, vocabulary: int | None
+        self, opened: Sequence[tuple[str, TokenFile]], tokenizer: Tokenizer | None, vocabulary: int | None, remedy: str
     ) -> int:
-        """Return the largest id.
+        """Return the largest id; ``remedy``: for ids that are not the tokenizer's, for the message.
 
         Raises:
             UserError: an id is not in the vocabulary.
@@ -298,7 +301,7 @@ class TokenShards(TextSource):
                 place = int(np.argmax((ids < 0) | (ids >= most)))
                 what = f"{where}: id number {start + place:,} is {ids[place]:,}"
                 if tokenizer is not None:
-                    raise UserError(f"{what}, and {tokenizer.label} has the ids 0 to {most - 1:,}; name what made them")
+                    raise UserError(f"{what}, and {tokenizer.label} has the ids 0 to {most - 1:,}; {remedy}")
                 if vocabulary is None:
                     raise UserError(f"{what}, which is rather of another type; set data.dtype, or data.vocab_size")
                 raise UserError(f"{what}, and data.vocab_size={vocabulary} has the ids 0 to {most - 1:,}")

@@ -16,7 +16,7 @@ from recipes.data.text.cache import FORMAT, building, digest
 from recipes.data.text.pretrained import local_path, opening
 from recipes.data.text.shards import TokenFile, TokenFiles
 from recipes.data.text.tokenizers import Tokenizer, TokenizerChoice
-from recipes.data.text.tokens import TokenData, amounts, encoded, pieces
+from recipes.data.text.tokens import TokenData, amounts, encoded, pieces, warn_of_unknown
 from trainer.errors import UserError
 from trainer.files import flush, read_json, write_json
 from trainer.terminal import work
@@ -120,6 +120,8 @@ def open_or_stream(
             log.info("reading %s; later runs load its tokens from %s", name, folder)
             _build(folder, open_streams(), choice, tokens)
     meta, opened = read_json(folder / META), choice.opened(folder)
+    unknown, all_tokens = (sum(done[key] for done in meta["parts"].values()) for key in ("unknown", "tokens"))
+    warn_of_unknown(unknown / all_tokens)
     parts = {
         part: TokenFiles([TokenFile.of(folder / f"{part}.bin", meta["dtype"], 0, done["tokens"])])
         for part, done in meta["parts"].items()
@@ -143,7 +145,7 @@ def _build(folder: Path, streams: Streams, choice: TokenizerChoice, tokens: int)
     if not (partial / STATE).exists():
         choice.made(_beginning(streams, _CHARACTERS_PER_TOKEN * tokens), partial)
         parts = {"train", "valid", *streams.splits}
-        empty = {"tokens": 0, "bytes": 0}
+        empty = {"tokens": 0, "bytes": 0, "unknown": 0}
         write_json(partial / STATE, {"parts": dict.fromkeys(sorted(parts), empty), "splits": {}})
     tokenizer = choice.opened(partial)
     state = read_json(partial / STATE)
@@ -215,4 +217,5 @@ def _append(path: Path, done: dict[str, int], texts: list[str], tokenizer: Token
             ids.astype(tokenizer.dtype).tofile(file)
             done["tokens"] += len(ids)
             done["bytes"] += size
+            done["unknown"] += 0 if tokenizer.unknown is None else int((ids == tokenizer.unknown).sum())
     flush(path)

@@ -182,7 +182,9 @@ def word_level(ids: dict[str, int], pattern: str, others: str = "isolated") -> A
 def numbers(vocab_size: int) -> Tokenizer:
     """Return a tokenizer of ids alone: ``<123>`` stands for 123; other text has no tokens."""
     ids = {f"<{number}>": number for number in range(vocab_size)}
-    return Tokenizer(word_level(ids, r"<\d+>", others="removed"), "numbers")
+    backend = word_level(ids, r"<\d+>", others="removed")
+    backend.decoder = None  # a space between the tokens, so that text that is cut at a word has whole ones
+    return Tokenizer(backend, "numbers")
 
 
 class Bytes(Tokenizer):

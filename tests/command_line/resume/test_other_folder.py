@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from inference.options import RunOptions
@@ -79,3 +80,15 @@ def test_data_that_were_moved_are_named_by_the_user(
     succeed(f"resume={elsewhere}", "steps=4", "data.path=moved.txt")
     assert path_of(elsewhere) == "moved.txt"
     assert configure(RunOptions(str(elsewhere)).find(), []).config.data.path == "moved.txt"  # type: ignore[attr-defined]
+
+
+def test_a_pattern_leads_from_the_folder_of_the_start(
+    folder: Path, succeed: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.bin", "b.bin"):
+        np.arange(2000, dtype=np.uint16).tofile(folder / name)
+    succeed(*RUN[:3], "data=tokens", "data.path=*.bin", *RUN[6:], "steps=2", "run_name=ids")
+    (folder / "sub").mkdir()
+    monkeypatch.chdir(folder / "sub")
+    succeed("resume=../outputs/ids", "steps=4")
+    assert path_of(Path("../outputs/ids")) == str(folder / "*.bin")
