@@ -260,12 +260,10 @@ def opened(
         cut = made[name].cut
         counts.append(f"{len(part.rows):,} {NAMES[name]}" + f" ({cut:,} cut to {encoding.length} tokens)" * bool(cut))
     multi_label = made["train"].labels.dtype == torch.bool
-    texts = f"texts of {columns[0]}"
-    if len(columns) > 1:
-        texts = f"pairs of {columns[0]} and {columns[1]}"
-        added = {tokenizer.for_transformers().num_special_tokens_to_add(pair=pair) for pair in (False, True)}
-        texts += ", joined with nothing between them, as the tokenizer does it," * (len(added) == 1)
-    about = f"each of {'any number' if multi_label else 'one'} of {len(classes)} classes ({shortened(classes)})"
+    texts = f"pairs of {columns[0]} and {columns[1]}" if len(columns) > 1 else f"texts of {columns[0]}"
+    about = f"each with {'any number' if multi_label else 'one'} of {len(classes)} classes ({shortened(classes)})"
+    added = {tokenizer.for_transformers().num_special_tokens_to_add(pair=is_pair) for is_pair in (False, True)}
+    about += ", the texts of a pair joined with nothing between them" * (len(columns) > len(added))
     if missing := sum(split.data.column(name).null_count for split in splits.values() for name in columns):
         about += f", {missing:,} missing texts count as empty"
     return LabelledDatasets(
