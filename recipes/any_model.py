@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from mantissa.display import shortened
 from mantissa.errors import nearest
 from recipes.data.text.pretrained import opening
 from recipes.huggingface import RECIPES, WITH_WEIGHTS, TransformersRecipe, check_context, load_whole, network_of
@@ -143,7 +144,9 @@ class AnyModel(TransformersRecipe):
                 mistake = f"recipe.config.{key}={value}"
                 raise UserError(f"{mistake} has no effect: the tokenizer's is used", "", mistake=mistake)
             if key not in known:
-                near = nearest(key, known, "recipe.config.")
+                sizes = [name for name in options if name in known and type(options[name].default) is int]
+                sizes = [name for name in sizes if name != "vocab_size" and not name.endswith("_id")]
+                near = nearest(key, known, "recipe.config.") or f"; its sizes are {shortened(sizes)}"
                 raise UserError(f"recipe.config.{key} is no option of transformers' {cls.__name__}{near}")
             is_real = name in options and options[name].annotation is float and type(value) is int
             given[name] = float(value) if is_real else value  # its classes take no 1 for 1.0

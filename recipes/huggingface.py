@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from mantissa.display import counted, dimensions, listed, shortened
+from mantissa.display import counted, dimensions, listed, quantity, shortened
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.pretrained import opening
 from recipes.data.text.shards import TokenShards
@@ -59,6 +59,8 @@ class TransformersRecipe(Recipe):
     least_context: ClassVar[int] = 2
     longest: ClassVar[int] = 512
     """Tokens of a sample of a pretrained model that takes more, where ``context`` is auto."""
+    says_new_head = False
+    """Whether ``resolve`` says what becomes of the head of pretrained weights."""
     vocabulary_multiple = 1
     """The vocabulary is padded to a multiple of this; not with adapters."""
 
@@ -272,7 +274,7 @@ class TransformersRecipe(Recipe):
         key = f"init_from={self.pretrained}"
         with self._opening() as place:
             model, head = load_whole(cls, key, place, attn_implementation=self.attention, **options)
-        if head:
+        if head and not self.says_new_head:
             log.warning("%s: the head is new, %s", key, listed(head, "tensor"))
         known = model.config.vocab_size
         if vocabulary == known:
@@ -325,7 +327,7 @@ class TransformersRecipe(Recipe):
 
     def summary_fields(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        return {"size": f"{parameters / 1e6:.0f}M pretrained"} if self.pretrained else {}
+        return {"size": f"{quantity(parameters)} pretrained"} if self.pretrained else {}
 
 
 def check_context(context: int | str, positions: int | None) -> None:

@@ -19,7 +19,7 @@ from recipes.lora import plain
 from trainer.data.contract import Batch
 from trainer.errors import UserError
 from trainer.files import read_json, write_json
-from trainer.recipe import Context, DataSource, Decision, LossOutput, Sizes
+from trainer.recipe import Context, DataSource, Decision, LossOutput, Recipe, Sizes
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -32,6 +32,8 @@ class TextClassifier(AnyModel):
     name: ClassVar[str] = "text_classifier"
     known_sum = True
     masks_attention = True
+    says_new_head = True
+    rising = (*Recipe.rising, "exact_match")
     unit: ClassVar[str] = "tokens"
     task = "SEQUENCE_CLASSIFICATION"
     model_class = "AutoModelForSequenceClassification"
@@ -47,7 +49,7 @@ class TextClassifier(AnyModel):
     def resolve(self, context: Context) -> tuple[Self, list[Decision]]:
         """Choose the model; once the data is open, say what becomes of its output layer."""
         recipe, decisions = super().resolve(context)
-        if context.datasets is not None and self.pretrained:
+        if context.datasets is not None and self.pretrained and not context.recorded:
             decisions.append(Decision("init_from", self.pretrained, self._about_head(context.datasets)[1]))
         return recipe, decisions
 
@@ -77,9 +79,8 @@ class TextClassifier(AnyModel):
     def _text(self, data: DataSource) -> Any:
         if not isinstance(data, LabelledSource):
             raise UserError(
-                f"recipe={self.name} reads texts with labels, and data={data.kind} has none; give data=hub and "
-                "data.name, a hub id or a CSV, JSON or parquet file, with a column of texts and one of labels",
-                "data=synthetic",
+                f"recipe={self.name} reads texts with labels, and data={data.kind} has none; set data=hub, and "
+                "data.name to a hub id or a CSV, JSON or parquet file with a column of texts and one of labels"
             )
         return data
 
@@ -146,23 +147,22 @@ class TextClassifier(AnyModel):
         given = logits.detach()
         if label.is_floating_point():
             loss = F.binary_cross_entropy_with_logits(logits, label, reduction="none").mean(1).sum()
-            right, shares = ((given > 0) == (label > 0.5)).float().mean(1), given.sigmoid()
+            right, shares, name = ((given > 0) == (label > 0.5)).all(1), given.sigmoid(), "exact_match"
         else:
             loss = F.cross_entropy(logits, label, reduction="sum")
-            right, shares = given.argmax(1) == label, given.softmax(1)
-        sums = {"accuracy": right.sum(dtype=torch.float32)}
+            right, shares, name = given.argmax(1) == label, given.softmax(1), "accuracy"
+        sums = {name: right.sum(dtype=torch.float32)}
         return LossOutput(loss, sums, None if model.training else shares, label.long())
 
     def metrics(self, datasets: LabelledDatasets) -> dict[str, Metric]:
-        """Return F1, the mean over the classes, and MCC; where texts have several labels, how often all are right."""
+        """Return F1 and MCC, or mean average precision where texts have several labels; means over the classes."""
         from torchmetrics import classification
 
-        from trainer.multi_label import MeanF1
+        from trainer.multi_label import MeanAveragePrecision, MeanF1
 
         classes = len(datasets.classes)
         if datasets.multi_label:
-            exact = classification.MultilabelExactMatch(classes, validate_args=False)
-            return {"f1_macro": MeanF1(classes), "exact_match": exact}
+            return {"mAP": MeanAveragePrecision(classes), "f1_macro": MeanF1(classes)}
         f1 = classification.MulticlassF1Score(classes, validate_args=False)
         return {"f1_macro": f1, "mcc": classification.MulticlassMatthewsCorrCoef(classes, validate_args=False)}
 
@@ -176,8 +176,8 @@ class TextClassifier(AnyModel):
         name, layer = output_layer(model)
         new = {f"{name}.{part}": tensor for part, tensor in layer.state_dict().items()}
         weights, decisions = super().adapt_weights(weights | new, model, datasets, about)
-        why = f"a new output layer ({name}): the run it starts from has the classes {shortened(before)}"
-        return weights, [*decisions, Decision("init_from", "all but the output layer", why)]
+        why = f"new ({name}), as the classes of the run it starts from are {shortened(before)}"
+        return weights, [*decisions, *([] if self.pretrained else [Decision("init_from", "output layer", why)])]
 
     def export(self, model: Any, datasets: LabelledDatasets, folder: Path) -> None:
         """Write a folder for transformers' ``pipeline("text-classification")``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,16 +16,18 @@ from torch import Tensor
 from mantissa.display import shortened
 from recipes.data.text.chats import WANTED, chat_columns, incomplete
 from recipes.data.text.files import typed
-from trainer.errors import UserError
+from trainer.config.command_line import as_typed
+from trainer.errors import UserError, most_like
 
 _LEAST = 1000
 """Characters of a column that is worth naming as the text: of fewer nothing is left to validate on."""
 _WANTED = {
     "text": 'a row has one text, a string (no tokens, no numbers), in a column of its own, as {"text": "…"} has',
     "pair": "the second text of a pair is a string, in a column that is neither the first's nor the label's",
-    "image": "name a folder of images with a metadata.csv that has the columns file_name and label",
-    "label": "a row has one label, a word or a number, in a column of its own; a text may have several, in a column of "
-    "lists or in columns of 0 and 1: data.label_column=[…,…]",
+    "image": "name a folder of images with a metadata.csv that has the columns file_name and label; texts with labels "
+    "are for recipe=text_classifier",
+    "label": "a row has one label, a word or a whole number, in a column of its own, or several, in a column of lists "
+    "or in columns of 0 and 1",
 }
 """What rows have, by the kind of column that is sought."""
 
@@ -49,6 +52,7 @@ def column_of(name: str, dataset: Any, kind: str, choice: str | None, fits: Call
         return choice
     items = {column: getattr(feature, "feature", None) for column, feature in features.items() if kind == "text"}
     texts = {"content", "context", "value"}  # of turns in a chat, of paragraphs
+    chats = chat_columns(features)
     lists = [column for column, item in items.items() if isinstance(item, dict) and texts & item.keys()]
     types = {column: getattr(feature, "dtype", None) or feature for column, feature in features.items()}
     # {"version": …, "data": [{…}, …]} is read as a single row.
@@ -62,11 +66,12 @@ def column_of(name: str, dataset: Any, kind: str, choice: str | None, fits: Call
     wrong = f"{len(fitting) or 'no'} {are}" if choice is None else f"{choice} is not a column"
     columns = shortened([f"{column} ({str(dtype)[:60]})" for column, dtype in types.items()], 20)
     parts = [f"data.name={name}: {wrong} of type {kind}; its columns are {columns}"]
-    chats = chat_columns(features)
-    whole = "chats: leave data.text_column out" if choice else "chats"
     if kind == "text" and choice is None and not chats and (lacks := incomplete(features)):
         raise UserError(f"{parts[0]}; {lacks}", *["data.text_column=text"] * ("text" in fitting))
+    whole = "chats: leave data.text_column out" if choice else "chats, which are for recipe=causal_lm"
+    chats = chats if kind in ("text", "label") else ()
     parts += [f"{column} has {whole if column in chats else 'texts in lists'}" for column in lists]
+    parts += [f"{' and '.join(chats)} are {whole}"] * bool(chats and not choice and not lists)
     parts += [WANTED] * (kind == "text" and choice is None and not chats)
     parts += ["all is in one row: rows below a key are not read, write one row each"] * is_nested
     if kind == "text" and "input_ids" in features:
@@ -76,8 +81,12 @@ def column_of(name: str, dataset: Any, kind: str, choice: str | None, fits: Call
         raise UserError(f"{what}: download its parquet files, and read them with data=tokens data.path=…")
     # A text of a few words, such as a version, trains nothing.
     named = [column for column in fitting if kind != "text" or _characters(dataset, column) >= _LEAST]
-    remedies = [typed(f"data.{kind}_column", column) for column in named if not is_nested]
-    remedies = remedies or (_label_columns(dataset) if kind == "label" else [])
+    named = [*_label_columns(dataset)] if kind == "label" else [] if is_nested else named
+    remedies = [typed(f"data.{kind}_column", column) for column in named]
+    if near := choice and most_like(choice, named):
+        remedies = [typed(f"data.{kind}_column", near)]
+    elif kind == "label":
+        remedies = _label_options(dataset)
     raise UserError("; ".join([*parts, _WANTED[kind]]), *remedies)
 
 
@@ -124,17 +133,23 @@ class Labels:
         self._train, self.are_flags = train, isinstance(choice, Sequence) and not isinstance(choice, str)
         if self.are_flags:
             self.columns = [*choice]
-            for column in choice:
-                if not any(kind in str(getattr(train.features.get(column), "dtype", "")) for kind in ("int", "bool")):
-                    columns = shortened([*train.features], 20)
-                    raise UserError(f"data.label_column: {column} is no column of 0 and 1; the columns are {columns}")
+            flags = [name for name, feature in train.features.items() if _may_be_flag(feature)]
+            if wrong := [name for name in choice if name not in flags]:
+                columns = shortened([*train.features], 20)
+                meant = [name if name in flags else most_like(str(name), flags) for name in choice]
+                raise UserError(
+                    f"data.label_column: {wrong[0]} is no column of 0 and 1; the columns are {columns}",
+                    *([_listed(meant)] if all(meant) else _label_options(train)),
+                )
             return
         features = {column: _item(feature) for column, feature in train.features.items()}
         named = next((column for column in ("label", "labels") if _may_be_class(features.get(column))), None)
         label = named if choice is None and sum(map(_is_class, features.values())) != 1 else None
         fits = _is_class if choice is None else _may_be_class
         label = label or column_of(name, train, "label", choice, lambda feature: fits(_item(feature)))
-        if "float" in features[label].dtype:
+        # Whole numbers with gaps are read as fractions, too: of these the gaps are named.
+        values = _values(train, label).to_numpy() if "float" in features[label].dtype else np.array([])
+        if len(values) and (np.isfinite(values).all() or (values % 1 > 0).any()):
             raise UserError(
                 f"data.label_column={label} has fractions, as for a regression, which is not trained here; write "
                 "classes as words or whole numbers"
@@ -156,12 +171,12 @@ class Labels:
         feature = train.features[label]
         if names := getattr(_item(feature), "names", None):
             return list(names)
-        column = train.data.column(label)
-        values = pyarrow.compute.unique(column if _item(feature) is feature else pyarrow.compute.list_flatten(column))
+        values = pyarrow.compute.unique(_values(train, label))
         classes = [str(value) for value in sorted(filter(_is_value, values.to_pylist()))]
         if 1 < len(classes) > len(train) / 2:
-            found = f"{len(classes):,} values in {len(train):,} rows"
-            raise UserError(f"data.label_column={label} has {found}, which are no classes", *_label_columns(train))
+            found, remedies = f"{len(classes):,} values in {len(train):,} rows", _label_options(train)
+            instead = "" if remedies else "; give data.label_column=… a column whose values come in several rows"
+            raise UserError(f"data.label_column={label} has {found}, which are no classes{instead}", *remedies)
         return classes
 
     def of(self, split: Any, key: str, choice: str, remedy: str) -> Tensor:
@@ -200,13 +215,13 @@ class Labels:
         if (numbers < 0).any():
             without = np.unique(row_of[numbers < 0])
             row, more = int(without[0]), f" ({len(without):,} of {len(split):,} rows)" * (len(without) > 1)
-            problem = (
-                f"data.{key}={choice}: row {row} has the label {split[row][label]!r}, none of the {len(classes)} "
-                f"classes{more}"
-            )
+            value = split[row][label]
+            is_gap = not _is_value(value) or value == -1  # as datasets of the hub write it
+            what = "no label" if is_gap else f"the label {value!r}, which no row of the training split has"
+            problem = f"data.{key}={choice}: row {row} has {what}{more}; leave such rows out"
             if key == "train_split":
-                raise UserError(f"{problem}; leave such rows out, or name another column of labels")
-            raise UserError(f"{problem}; name a split that has labels", remedy, mistake=f"data.{key}={choice}")
+                raise UserError(f"{problem}, or name another column of labels")
+            raise UserError(f"{problem}, or name another split", remedy, mistake=f"data.{key}={choice}")
         if rows is None:
             return torch.from_numpy(numbers)
         matrix = np.zeros((len(rows), len(classes)), dtype=bool)
@@ -238,11 +253,39 @@ def _is_value(label: Any) -> bool:
     return label is not None and (not isinstance(label, float) or math.isfinite(label))
 
 
-def _label_columns(dataset: Any) -> list[str]:
-    """Return the overrides that name a column whose values repeat, so that they may be classes."""
-    names = [name for name, feature in dataset.features.items() if _may_be_class(feature) and not name.startswith("__")]
-    counts = {name: len(dataset.unique(name)) for name in names}
-    return [typed("data.label_column", name) for name, count in counts.items() if 2 <= count <= len(dataset) / 2]
+def _values(dataset: Any, column: str) -> Any:
+    """Return the values of a column, or those in its lists, as pyarrow has them."""
+    import pyarrow.compute
+
+    values, feature = dataset.data.column(column), dataset.features[column]
+    return values if _item(feature) is feature else pyarrow.compute.list_flatten(values)
+
+
+def _label_columns(dataset: Any) -> dict[str, set[Any]]:
+    """Return the columns that can be named as labels, with their values: these repeat, and no row lacks one."""
+    items = {name: _item(feature) for name, feature in dataset.features.items() if not name.startswith("__")}
+    whole = [name for name, item in items.items() if _may_be_class(item) and "float" not in item.dtype]
+    whole = [name for name in whole if not (dataset.data.column(name).null_count or _values(dataset, name).null_count)]
+    found = {name: _values(dataset, name).unique() for name in whole}
+    most = len(dataset) / 2
+    return {name: set(values.to_pylist()) for name, values in found.items() if 2 <= len(values) <= most}
+
+
+def _label_options(dataset: Any) -> list[str]:
+    """Return the overrides that name labels: columns of 0 and 1 together, or one column."""
+    columns = _label_columns(dataset)
+    flags = [name for name, values in columns.items() if values <= {0, 1} and _may_be_flag(dataset.features[name])]
+    several = [_listed(flags)] if len(flags) > 1 else []
+    return [*several, *(typed("data.label_column", name) for name in columns)][:4]
+
+
+def _listed(columns: Sequence[str]) -> str:
+    """Return the override that names columns of 0 and 1, as it is typed in a shell."""
+    return shlex.quote(f"data.label_column=[{','.join(map(as_typed, columns))}]")
+
+
+def _may_be_flag(feature: Any) -> bool:
+    return any(name in str(getattr(feature, "dtype", "")) for name in ("int", "bool"))
 
 
 def _may_be_class(feature: Any) -> bool:

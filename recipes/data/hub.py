@@ -1,4 +1,4 @@
-"""``data=hub``: text, chats or images of the Hugging Face hub, or of local files that ``datasets`` opens."""
+"""``data=hub``: text, chats, labelled texts or images of the hub, or of local files that ``datasets`` opens."""
 
 from __future__ import annotations
 

@@ -417,7 +417,7 @@ def test_a_column_of_encoded_images_is_one_of_images(nested: bool, parquet: Path
     ("labels", "message"),
     [
         ([0.5, math.nan] * 10, "label has fractions, as for a regression"),
-        ([None, "a"] * 10, "row 0 has the label None"),
+        ([None, "a"] * 10, "row 0 has no label"),
         (list(range(20)), "20 values in 20 rows, which are no classes"),
     ],
 )

@@ -52,6 +52,7 @@ ROWS = {
     "gpt2 data=text data.path=LICENSE data.tokenizer=docs": "has no tokenizer",
     "gpt2 data=hub data.name=./nowhere": "no such file",
     "gpt2 data=hub data.name=rows.jsonl": "no such file",
+    "gpt2 data=hub data.name=./README.m": "set data.name=README.md",
     "gpt2 data=hub data.name=a/b/c": "no such file",
     "gpt2 data=hub data.name=docs data.rows=line": "data.rows=line is unknown (auto, lines, documents)",
     "resnet data=imagefolder": "missing required option: data.path",

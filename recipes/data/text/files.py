@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.config.command_line import as_typed
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError, most_like
 
 NAMES = {"train": "training", "valid": "validation", "test": "test"}
 """What the parts of data are called for people."""
@@ -47,12 +47,14 @@ def near_to(path: Path) -> str:
     return nearest(path.name, [file.name for file in path.parent.glob("*")], folder)
 
 
-def missing(given: str) -> UserError:
-    """Return what is wrong with an option whose value names no file and no folder."""
+def missing(given: str, wanted: str = "") -> UserError:
+    """Return what is wrong with an option whose value names no file and no folder; ``wanted``: what to give instead."""
     key, _, name = given.partition("=")
-    path = Path(name).expanduser()
-    moved = f"; if it was moved, set {key}=… to its new place"
-    return UserError(f"{given}: there is no such file or folder{near_to(path) or moved}", mistake=typed(key, name))
+    path, problem = Path(name).expanduser(), f"{given}: there is no such file or folder"
+    if near := most_like(path.name, [file.name for file in path.parent.glob("*")]):
+        return UserError(problem, typed(key, str(path.with_name(near))), mistake=typed(key, name))
+    wanted = wanted or f"if it was moved, set {key}=… to its new place"
+    return UserError(f"{problem}; {wanted}", mistake=typed(key, name))
 
 
 def not_read(given: str, path: Path) -> UserError | None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mantissa.display import counted, shortened
+from mantissa.display import shortened
 from recipes.data.text.documents import Rows, Text
 from recipes.data.text.files import NAMES
 from recipes.data.text.tokenizers import Tokenizer
@@ -216,9 +216,9 @@ def check_parts(where: str, parts: Mapping[str, LabelledRows], classes: Sequence
     labels = parts["train"].labels
     several = labels.dtype == torch.bool
     used = int(labels.any(0).sum() if several else len(labels.unique()))
-    if used < (least := 1 if several else 2):
-        names = f" (of {shortened(classes)})" if classes else ""
-        raise UserError(f"{where}: the training texts are of {counted(used, 'class')}{names}, not {least}")
+    if used < (1 if several else 2):
+        have = "none has a label" if several else f"all have the label {classes[int(labels[0])]}, and two are needed"
+        raise UserError(f"{where}: of the training texts {have}")
     if not len(parts["valid"].rows):
         raise UserError(f"{where} has too few texts of each class: none can be kept for validation")
 
@@ -261,7 +261,9 @@ def opened(
         counts.append(f"{len(part.rows):,} {NAMES[name]}" + f" ({cut:,} cut to {encoding.length} tokens)" * bool(cut))
     multi_label = made["train"].labels.dtype == torch.bool
     texts = f"pairs of {columns[0]} and {columns[1]}" if len(columns) > 1 else f"texts of {columns[0]}"
-    about = f"{len(classes)} classes ({shortened(classes)}), {'any number' if multi_label else 'one'} for each"
+    about = f"each with {'any number' if multi_label else 'one'} of {len(classes)} classes ({shortened(classes)})"
+    added = {tokenizer.for_transformers().num_special_tokens_to_add(pair=is_pair) for is_pair in (False, True)}
+    about += ", the texts of a pair joined with nothing between them" * (len(columns) > len(added))
     if missing := sum(split.data.column(name).null_count for split in splits.values() for name in columns):
         about += f", {missing:,} missing texts count as empty"
     return LabelledDatasets(

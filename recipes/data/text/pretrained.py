@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from recipes.data.text.files import TABLES, near_to, typed
+from recipes.data.text.files import TABLES, missing, near_to, typed
 from recipes.data.text.tokenizers import CHATML, CHATML_TOKENS, Bytes, Characters, Tokenizer
 from trainer.checkpoint.weights import defect
 from trainer.errors import UserError, first_line, is_out_of_memory
@@ -155,7 +155,7 @@ def local_path(name: str, key: str, wanted: str) -> Path | None:
         return path
     is_file = name.endswith((*TABLES, ".txt"))
     if is_file or name.startswith(("/", ".", "~")) or name.partition("@")[0].count("/") > 1:
-        raise UserError(f"{key}: there is no such file or folder; {wanted}")
+        raise missing(key, wanted)
     return None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mantissa.display import shortened
 from recipes.data.text.documents import Rows, Text
 
 ROWS = ("auto", "lines", "documents")
@@ -54,9 +55,11 @@ def text_of(dataset: Any, column: str, source: list[Any], empty: str | None, how
         how: one of ``ROWS``, for the start block.
     """
     # The fingerprint follows the files' contents or, for local ones, their modification times.
-    source, dataset = [*source, column, dataset._fingerprint, empty], dataset.select_columns([column])
+    source, unused = [*source, column, dataset._fingerprint, empty], [n for n in dataset.features if n != column]
+    dataset = dataset.select_columns([column])
     size = max(len(dataset), dataset.data.nbytes)
     first = f"column {column}, which begins with {(dataset[0][column] or '')[:30]!r}"
+    first += f", not used: {shortened(unused, 5)}" * bool(unused)
     if empty is not None:
         note = f"{first}; rows are lines: joined, without a token between them (data.rows={how})"
         text = JoinedRows(dataset, column, empty)
