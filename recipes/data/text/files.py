@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.config.command_line import as_typed
-from trainer.errors import UserError, most_like
+from trainer.errors import UserError, most_like, nearest
 
 NAMES = {"train": "training", "valid": "validation", "test": "test"}
 """What the parts of data are called for people."""
