@@ -56,7 +56,7 @@ ROWS = {
     "gpt2 data=hub data.name=a/b/c": "no such file",
     "gpt2 data=hub data.name=docs data.rows=line": "data.rows=line is unknown (auto, lines, documents)",
     "resnet data=imagefolder": "missing required option: data.path",
-    "resnet data=imagefolder data.path=docs data.labels=REDME.md": "no such file or folder; did you mean",
+    "resnet data=imagefolder data.path=docs data.labels=REDME.md": "no such file or folder; set data.labels=",
     "resnet data=imagefolder data.path=nowhere": "no such file or folder; if it was moved, set data.path=",
     "resnet data=imagefolder data.path=docs data.test=nowhere": "no such file or folder",
     "resnet data=imagefolder data.path=docs data.valid_fraction=1": "below 1",
