@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes.causal_lm import CausalLM
 from recipes.language import balance_of, needs_logits, routers
-from tests.helpers import CPU, compose, context, fit, needs_chunks, same_bits, trainer_of
+from tests.helpers import CPU, compose, context, fit, needs_chunks, old_transformers, same_bits, trainer_of
 from trainer.config.compose import compose as compose_line
 from trainer.config.settle import plan_of
 from trainer.errors import UserError
@@ -155,11 +155,12 @@ def test_routers_multiply_in_fp32(mode: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "config", "factor", "found"),
     [
-        ("llama4_text", {"num_local_experts": 4}, 0, ["model.layers.0.feed_forward.router"]),
+        pytest.param("llama4_text", {"num_local_experts": 4}, 0, ["model.layers.0.feed_forward.router"],
+                     marks=old_transformers),
         ("jetmoe", {"num_local_experts": 4, "kv_channels": 8, "aux_loss_coef": 0.5}, 0.5,
          ["model.layers.0.mlp.router", "model.layers.0.self_attention.experts.router"]),
-        ("dbrx", {"ffn_config": {"moe_loss_weight": 0.5}, "attn_config": {"rope_theta": 1e4}}, 0.5,
-         ["transformer.blocks.0.ffn.router"]),
+        pytest.param("dbrx", {"ffn_config": {"moe_loss_weight": 0.5}, "attn_config": {"rope_theta": 1e4}}, 0.5,
+                     ["transformer.blocks.0.ffn.router"], marks=old_transformers),
     ],
 )  # fmt: skip
 def test_routers_and_their_balance_are_found_under_other_names(

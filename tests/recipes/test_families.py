@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes.data.text import pretrained
 from recipes.language import NO_TARGET
-from tests.helpers import PROJECT, compose, fit, same_bits, trainer_of
+from tests.helpers import PROJECT, compose, fit, old_transformers, same_bits, trainer_of
 from tests.hub import Hub, served
 from tests.parity.test_kill_and_resume import AtStep, interrupt
 from tests.parity.test_kill_and_resume import at_step as at_step
@@ -67,7 +67,9 @@ def hub() -> Iterator[Hub]:
         yield hub
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(
+    params=[pytest.param(name, marks=old_transformers) if name == "granitemoe" else name for name in FAMILIES]
+)
 def family(request: pytest.FixtureRequest, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The type of a model that the hub serves as ``tiny/<type>``; its folder is ``model``."""
     kind: str = request.param
