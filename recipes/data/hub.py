@@ -157,9 +157,9 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         head = Dataset.from_list(list(splits["train"].take(1000)), features=splits["train"].features)
         if not len(head):
             raise UserError(f"data.train_split={self.train_split}: this split of {self.name} has no rows")
-        if chats := [name for name in ("messages", "conversations") if name in head.features and not self.text_column]:
-            problem = f"data.name={self.name} has chats ({chats[0]}), which are read whole, without data.max_tokens"
-            raise UserError(problem, "", mistake="data.max_tokens")
+        if chats := used_columns(self.name, head.features, self.text_column):
+            problem = f"data.name={self.name} has chats ({', '.join(chats)}), which are read whole"
+            raise UserError(f"{problem}, without data.max_tokens", "", mistake="data.max_tokens")
         column = column_of(self.name, head, "text", self.text_column, has_text)
         if empty_line(head, column, self.rows) is not None:
             problem = f"data.name={self.name}: {column} has lines of one text, and data.max_tokens reads documents"

@@ -140,6 +140,12 @@ def write_rows(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 WRONG: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "chats": ([{"messages": [{"role": "user", "content": "a"}]}], {}, "has chats"),
+    "instructions": ([{"instruction": "a", "output": "b"}], {}, "has chats"),
+    "one column of chats": (
+        [{"instruction": "a", "output": "b"}],
+        {"text_column": "output"},
+        "one column of chats",
+    ),
     "lines": ([{"text": "A.\n"}, {"text": ""}] * 9, {}, "lines of one text"),
     "said lines": ([{"text": "A."}], {"rows": "lines"}, "lines of one text"),
     "two columns": ([{"a": "x" * 2000, "b": "y" * 2000}], {}, "data.text_column=a"),
