@@ -35,7 +35,7 @@ def open_data(run: RunConfig, exported: Exported, split: str) -> Datasets:
     recipe: Any = config.recipe
     tuned = exported.run and exported.run.config().get("recipe.pretrained")  # such a model brought its tokenizer
     if isinstance(data, TokenizedText):
-        # What was streamed is as it is.
+        # The parts of what was streamed are fixed: split=all joins them.
         data = replace(data, whole=split == "all" and getattr(data, "max_tokens", None) is None)
         if (tuned or data.whole or not run.own_data) and data.tokenizer != "bytes":
             recipe = replace(recipe, pretrained=str(exported.folder))  # which brings its tokenizer, too

@@ -120,7 +120,7 @@ class CausalLM(AnyModel):
             if datasets.tokens.packing or self.kind != self.name:  # a preset's model is known
                 self._try_out(network, datasets.tokens.packing)
         except Exception as error:  # of each model's own
-            on_meta = torch.get_default_device().type == "meta"  # where a model that computes as it is built cannot be
+            on_meta = torch.get_default_device().type == "meta"  # some models compute while they are built
             if isinstance(error, UserError) or is_out_of_memory(error) or on_meta or self.kind == self.name:
                 raise
             raise UserError(f"this config makes no {self.kind} that runs ({described(error)})") from error
