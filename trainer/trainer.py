@@ -87,6 +87,8 @@ class Trainer:
         self.plan, self.config, self.recipe = settled, config, config.recipe
         self.datasets = settled.datasets
         """What it trains on and is evaluated on."""
+        self.precision = config.precision
+        """The one in force, which changes after step ``precision.until``."""
         self.order = DataOrder(len(self.datasets.train), config.seed)
         self.hardware, self.device, self.world = settled.hardware, settled.hardware.device, settled.world
         self.decisions: list[Decision] = []
@@ -168,7 +170,7 @@ class Trainer:
         """Take one forward pass over a batch, and restore the state of the generators."""
         generators = random_state(self.device)
         try:
-            with self.config.precision.autocast(self.device):
+            with self.precision.autocast(self.device):
                 output = self.recipe.loss(self.model, to_device(batch, self.device))
             if "loss" in output.metric_sums:
                 raise UserError("a metric cannot be called loss, which is the mean of loss_sum; give it another name")
@@ -247,7 +249,7 @@ class Trainer:
         if self.plan.batching.micro_batch_size == 1 or self.recipe.known_sum:
             return
         benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False  # as in ``observe``
-        with torch.compiler.set_stance("force_eager"), self.config.precision.autocast(self.device):
+        with torch.compiler.set_stance("force_eager"), self.precision.autocast(self.device):
             most = min(8, self.plan.batching.micro_batch_size)
             losses = losses_of_some(self.recipe, self.model, self.datasets.train, self.device, most)
         torch.backends.cudnn.benchmark = benchmark
@@ -317,13 +319,13 @@ class Trainer:
             self._lacked_targets = True
             message = "step %d has no targets: nothing is learnt from it, and a loss that is their mean is nan"
             log.warning(message, self.step + 1)
-        divisor, correction = self.config.precision.loss_divisor(max(1, targets))
+        divisor, correction = self.precision.loss_divisor(max(1, targets))
         loss: Tensor | None = None
         for number, microbatch in enumerate(microbatches, 1):
             batch, last = to_device(microbatch, self.device), number == len(microbatches)
             # Only the last one exchanges gradients, which is decided before its forward pass.
             with self.config.parallel.microbatch(self.replica, last):
-                with self.config.precision.autocast(self.device):
+                with self.precision.autocast(self.device):
                     output = self.recipe.loss(self.replica, batch)
                 share = output.loss_sum / divisor
                 self.update.backward(share, exchanged=last and self.config.parallel.kind != "single")
@@ -403,7 +405,7 @@ class Trainer:
 
         def forward(batch: Batch, counts: bool) -> dict[str, Tensor]:
             whole = len(next(iter(batch.values()))) == size
-            with nullcontext() if whole else compile.graphs_kept(), self.config.precision.autocast(self.device):
+            with nullcontext() if whole else compile.graphs_kept(), self.precision.autocast(self.device):
                 output = self.recipe.loss(self.model, batch)
             if counts:
                 self.metrics.update(output)

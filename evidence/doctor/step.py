@@ -61,7 +61,7 @@ class Overrides(Remedies):
 
     def modules(self, names: Sequence[str]) -> Typed:
         quoted = (name if any(map(str.isalpha, name)) else f"'{name}'" for name in names)  # 0.10 would be a number
-        return Typed(f'"precision.fp32_modules=[{",".join(quoted)}]"')
+        return Typed(f'"precision.modules={{{",".join(f"{name}:fp32" for name in quoted)}}}"')
 
     def operators(self, names: Sequence[str]) -> Typed:
         return Typed(f'"precision.fp32_ops=[{",".join(names)}]"')
@@ -117,7 +117,9 @@ class TrainerStep(Step):
             precision = replace(precision, mode=format.name, fp8_scaling=None)
         return replace(
             self.config,
-            precision=replace(precision, fp32_modules=self.fp32_modules, fp32_ops=self.fp32_ops or None),
+            precision=replace(
+                precision, modules=dict.fromkeys(self.fp32_modules, "fp32"), fp32_ops=self.fp32_ops or None
+            ),
             scaler=StaticScaler(force=True, scale=1.0),
             compile=Compile(),
             parallel=Parallel(),
@@ -170,7 +172,7 @@ def step_of(trainer: Trainer, folder: Path | None = None) -> TrainerStep:
         moments=moments,
         scale=trainer.loss_scale.scale.item(),
         least_scale=config.scaler.floor if trainer.loss_scale.recovers else 0.0,
-        fp32_modules=config.precision.fp32_modules,
+        fp32_modules=[name for name, mode in config.precision.modules.items() if mode == "fp32"],
         fp32_ops=config.precision.fp32_ops or [],
         eps=max((group.get("eps") or 0.0 for group in trainer.optimizer.param_groups), default=0.0),
         compiles=config.compile.mode != "off",

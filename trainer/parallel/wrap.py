@@ -272,10 +272,10 @@ class FSDP(SeveralProcesses):
     of the blocks are gathered once for both passes."""
 
     def check(self, precision: Precision) -> None:
-        if precision.format.half_weights and precision.fp32_modules:
+        if precision.format.half_weights and precision.modules:
             raise UserError(
-                f"precision.fp32_modules with precision={precision.mode}: parallel=fsdp gathers weights of one dtype",
-                "'precision.fp32_modules=[]'",
+                f"precision.modules with precision={precision.mode}: parallel=fsdp gathers weights of one dtype",
+                "'precision.modules={}'",
                 "parallel=ddp",
             )
         if precision.format.rounding == STOCHASTIC:

@@ -50,7 +50,7 @@ def manifest_of(precision: Precision, hardware: Hardware, fp32_modules: list[str
         product = (one @ one).dtype
     flags, matmul = fp32_flags("cuda") | fp32_flags("cpu"), torch.backends.cuda.matmul
     return {
-        "requested": {"mode": precision.mode, "fp32_modules": list(precision.fp32_modules)}
+        "requested": {"mode": precision.mode, "modules": dict(precision.modules)}
         | ({} if precision.fp8_scaling is None else {"fp8_scaling": precision.fp8_scaling})
         | ({} if precision.fp32_ops is None else {"fp32_ops": precision.fp32_ops}),
         "support": hardware.support(precision.mode),

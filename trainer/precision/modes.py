@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -21,7 +21,7 @@ from mantissa.step import operators
 from mantissa.step.flags import set_flags
 from mantissa.step.islands import cast_inputs, keep_fp32, with_fp32_statistics
 from trainer.errors import UserError, check_choice
-from trainer.hardware import NATIVE, UNAVAILABLE, Hardware, detect
+from trainer.hardware import NATIVE, UNAVAILABLE, Hardware
 from trainer.precision import kernels, scaled
 from trainer.precision.names import matching
 
@@ -53,9 +53,15 @@ class Precision:
 
     mode: str = "fp32"
     """Set by ``precision=…``."""
-    fp32_modules: list[str] = field(default_factory=list)
-    """Modules to keep in fp32, with their weights, by name pattern: ``[lm_head]`` or ``["*.ln_*"]``; as apex O2
-    does in a ResNet: ``["*bn*", "*downsample.1"]``."""
+    modules: dict[str, str] = field(default_factory=dict)
+    """Formats of modules, with all they contain, by name pattern: ``{lm_head:fp32}``; of linear layers also
+    ``{h.0:bf16,h.1:fp8}``. The last pattern that matches decides."""
+    gradients: str | None = None
+    """``bf16``: the two matmuls of a scaled layer's backward pass are in bf16; null: in the layer's own format."""
+    then: str | None = None
+    """The mode from step ``until`` on."""
+    until: int | float | None = None
+    """Steps in the first mode, or their share of all steps: ``0.8``."""
     fp8_scaling: str | None = None
     """Scales of fp8: ``tensorwise``, or ``rowwise`` (one per row: more accurate, slower); null: tensorwise."""
     fp32_ops: list[str] | None = None
@@ -67,8 +73,8 @@ class Precision:
     def __post_init__(self) -> None:
         check_choice("precision", self.mode, FORMATS)
         check_choice("precision.kernels", self.kernels, kernels.KERNELS)
-        for key, default in (("fp32_modules", "[]"), ("fp32_ops", "null"), ("kernels", kernels.AUTO)):
-            if self.half is None and getattr(self, key) not in (None, [], kernels.AUTO):
+        for key, default in (("modules", "{}"), ("fp32_ops", "null"), ("kernels", kernels.AUTO)):
+            if self.half is None and getattr(self, key) not in (None, {}, kernels.AUTO):
                 raise UserError(
                     f"precision.{key} has no effect with precision={self.mode}, which has no 16-bit dtype",
                     shlex.quote(f"precision.{key}={default}"),
@@ -98,7 +104,7 @@ class Precision:
                 others = [each for each in self.fp32_ops or () if each not in _PRODUCTS]
                 raise UserError(
                     f"precision.fp32_ops: {name} would not reach the linear layers in {self.mode} "
-                    "(precision.fp32_modules names layers)",
+                    "(precision.modules names layers)",
                     f"precision.fp32_ops=[{','.join(others)}]" if others else "",
                     mistake="precision.fp32_ops",
                 )
@@ -195,8 +201,8 @@ class Precision:
         """Convert the model's weights to the dtype of this mode; return the names of the submodules that stay in fp32.
 
         In a scaled format the weights stay fp32, and linear layers in its repeated blocks are changed (in all of it
-        where ``blocks_of``, the recipe's ``blocks``, returns none). Beside ``fp32_modules`` those of ``fp32_of``, the
-        recipe's, stay in fp32.
+        where ``blocks_of``, the recipe's ``blocks``, returns none). Beside those of ``modules`` the recipe's own,
+        ``fp32_of``, stay in fp32.
 
         With 16-bit weights, the inputs and buffers of the model are 16-bit too, except two kinds of buffers: running
         statistics of normalisation, whose small updates would be lost in 16 bits, and buffers that are not saved with
@@ -207,10 +213,7 @@ class Precision:
                 bits; or no weight is left for 16 bits.
         """
         kept = self.keep_fp32(model, device, fp32_of(model) if self.half is not None else ())
-        if (number := self.format.number).scaled:
-            native = detect(str(device)).support(self.mode) == NATIVE
-            product = scaled.ARITHMETIC[number].product(str(self.fp8_scaling), native)
-            scaled.convert(model, blocks_of(model), kept, number, product)
+        self.convert_layers(model, device, blocks_of(model), kept)
         dtype = self.format.half_weights
         if dtype is None:
             return kept
@@ -221,13 +224,13 @@ class Precision:
                 continue
             for name, parameter in module.named_parameters(recurse=False):
                 if id(parameter) in shared:
-                    both = ",".join([*self.fp32_modules, module_name])
+                    both = _typed({**self.modules, module_name: FP32.name})
                     raise UserError(
-                        f"precision.fp32_modules: {', '.join(kept)} shares a weight with {module_name}.{name}, which "
+                        f"precision.modules: {', '.join(kept)} shares a weight with {module_name}.{name}, which "
                         f"precision={self.mode} makes 16-bit",
-                        *[shlex.quote(f"precision.fp32_modules=[{both}]")] * bool(module_name),
+                        *[both] * bool(module_name),
                         "",
-                        mistake="precision.fp32_modules",
+                        mistake="precision.modules",
                     )
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(dtype)
@@ -239,16 +242,16 @@ class Precision:
                     module._buffers[name] = buffer.to(dtype)
         if kept and all(parameter.dtype != dtype for parameter in model.parameters()):
             raise UserError(
-                f"precision.fp32_modules leaves nothing in 16 bits of {self.mode}",
+                f"precision.modules leaves nothing in 16 bits of {self.mode}",
                 "precision=fp32",
                 "",
-                mistake="precision.fp32_modules",
+                mistake="precision.modules",
             )
         cast_inputs(model, dtype)
         return kept
 
     def keep_fp32(self, model: nn.Module, device: torch.device, more: Iterable[str] = ()) -> list[str]:
-        """Make the submodules that match ``fp32_modules``, and ``more``, compute in fp32; return their names.
+        """Make the submodules that ``modules`` has in fp32, and ``more``, compute in fp32; return their names.
 
         Their floating-point inputs are cast to fp32 and their forward runs with autocast off. In a model of 16-bit
         weights their results are cast back to that dtype, except scalars, such as a loss.
@@ -256,15 +259,48 @@ class Precision:
         Raises:
             UserError: a pattern that matches no submodule, or one that is never called.
         """
-        names = [name for name, _ in model.named_modules() if name]
-        option = "precision.fp32_modules"
-        found = [matching(option, pattern, names, "submodule") for pattern in self.fp32_modules]
-        kept = set(more).union(*found)
+        kept = {*more, *(name for name, mode in self.chosen(model) if mode == FP32.name)}
         try:
             keep_fp32(model, kept, device.type, self.format.half_weights)
         except FormatError as error:
-            raise UserError(f"{option}: {error}") from None
+            raise UserError(f"precision.modules: {error}") from None
         return sorted(kept)
+
+    def chosen(self, model: nn.Module) -> list[tuple[str, str]]:
+        """Return the submodules that ``modules`` matches, and the mode of each; the last one decides.
+
+        Raises:
+            UserError: a pattern that matches no submodule.
+        """
+        names = [name for name, _ in model.named_modules() if name]
+        found = (
+            (matching("precision.modules", pattern, names, "submodule"), each) for pattern, each in self.modules.items()
+        )
+        return [(name, mode) for matched, mode in found for name in sorted(matched)]
+
+    def convert_layers(self, model: nn.Module, device: torch.device, blocks: list[nn.Module], kept: list[str]) -> None:
+        """Let linear layers multiply in scaled formats, and those that did in an earlier one in these, or no longer.
+
+        Raises:
+            UserError: see ``scaled.convert``.
+        """
+        numbers = scaled.layers_of(model, blocks, kept, self.format.number, self.chosen(model))
+        products = {
+            number: scaled.product_of(number, str(self.fp8_scaling or SCALINGS[0]), self.gradients, device)
+            for number in dict.fromkeys(numbers.values())
+        }
+        scaled.convert(model, numbers, products)
+
+    def at(self, step: int) -> Precision:
+        """Return the precision of optimizer step ``step``, counted from 1, once ``until`` is a step."""
+        if self.then is None or self.until is None or step <= self.until:
+            return self
+        return replace(self, mode=self.then, then=None, until=None)
+
+
+def _typed(modules: Mapping[str, str]) -> str:
+    """Return the override of ``modules``, as it is typed in a shell."""
+    return shlex.quote(f"precision.modules={{{','.join(f'{name}:{mode}' for name, mode in modules.items())}}}")
 
 
 def automatic(hardware: Hardware) -> tuple[str, str]:

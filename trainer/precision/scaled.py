@@ -9,9 +9,8 @@ same, and its speed and memory are not.
 
 from __future__ import annotations
 
-import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -21,52 +20,76 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mantissa.formats import FP8, MXFP8, NVFP4, Number, scaled_number
+from mantissa.formats import BF16, FORMATS, FP8, MXFP8, NVFP4, Number, scaled_number
 from trainer.errors import UserError, first_line
+from trainer.hardware import NATIVE, detect
 from trainer.precision import nvfp4
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """Of inputs (rows × in, bf16) and a weight (out × in): the outputs (rows × out, bf16), with gradients."""
 
 
-def convert(model: nn.Module, blocks: list[nn.Module], islands: list[str], number: Number, product: Product) -> None:
-    """Let the linear layers in a model's blocks multiply in a format; they and their parameters stay what they are.
+def layers_of(
+    model: nn.Module, blocks: list[nn.Module], islands: list[str], number: Number, chosen: list[tuple[str, str]]
+) -> dict[str, Number]:
+    """Return the linear layers that multiply scaled numbers, by name, and the numbers of each.
 
-    Outside of autocast they multiply as before. Embeddings, norms, the head, and subclasses of nn.Linear do not change.
+    Embeddings, norms and subclasses of nn.Linear are none; the head is one only where it is chosen.
 
     Args:
-        model: in fp32.
-        blocks: its repeated blocks; none: the whole model.
+        model: all of it.
+        blocks: its repeated blocks, which have ``number`` where that is scaled; none: the whole model.
         islands: names of submodules that stay in fp32, with all they contain.
-        number: of ``ARITHMETIC``.
-        product: of the format.
+        number: of the mode.
+        chosen: submodules with a mode of their own, with all they contain; the last one decides.
+    """
+    numbers: dict[int, Number] = {}
+    for block in blocks or [model]:
+        numbers |= dict.fromkeys(map(id, block.modules()), number)
+    for name, mode in chosen:
+        numbers |= dict.fromkeys(map(id, model.get_submodule(name).modules()), FORMATS[mode].number)
+    left = {id(module) for name in islands for module in model.get_submodule(name).modules()}
+    layers = {
+        name: numbers.get(id(each), BF16)
+        for name, each in model.named_modules()
+        if _is_linear(each) and id(each) not in left
+    }
+    return {name: number for name, number in layers.items() if number.scaled}
+
+
+def convert(model: nn.Module, numbers: Mapping[str, Number], products: Mapping[Number, Product]) -> None:
+    """Let linear layers multiply in scaled formats, and all others as torch does; they stay what they are.
+
+    Outside of autocast they multiply as before.
+
+    Args:
+        model: with fp32 weights; it may have been converted before.
+        numbers: of the layers, by name.
+        products: of the numbers.
 
     Raises:
         UserError: there is no such layer, or one whose sides are not multiples.
     """
-    left = {id(module) for name in islands for module in model.get_submodule(name).modules()}
-    inside = {id(module) for block in blocks or [model] for module in block.modules()} - left
-    layers = {name: each for name, each in model.named_modules() if id(each) in inside and _is_linear(each)}
-    for layer in layers.values():
-        layer.forward = partial(_forward, layer.forward, product, number)
-    multiple = ARITHMETIC[number].multiple
-    odd = {name: size for name, layer in layers.items() for size in layer.weight.shape if size % multiple}
-    if odd:
-        # Layers of all blocks, whose numbers stand between dots, have one pattern.
-        patterns = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in odd)
-        name, size = next(iter(odd.items()))
-        others = shlex.quote(f"precision.fp32_modules=[{','.join([*islands, *patterns])}]")
-        raise UserError(
-            f"precision={number.name}: a side of {name}.weight is {size}, which must be a multiple of {multiple}",
-            *[others] * (len(odd) < len(layers)),
-            "precision=bf16",
-        )
-    if not layers:
-        raise UserError(
-            f"precision={number.name}: no linear layer in the model's blocks is left for it (convolutions stay in "
-            "bf16, precision.fp32_modules in fp32)",
-            "precision=bf16",
-        )
+    for module in model.modules():
+        if isinstance(forward := vars(module).get("forward"), partial) and forward.func is _forward:
+            module.forward = forward.args[0]
+    for name, number in numbers.items():
+        layer: Any = model.get_submodule(name)
+        multiple = ARITHMETIC[number].multiple
+        for side in layer.weight.shape:
+            if side % multiple:
+                raise UserError(
+                    f"precision={number.name}: a side of {name}.weight is {side}, not a multiple of {multiple}",
+                    shlex.quote(f"precision.modules={{{name}:bf16}}"),
+                    "precision=bf16",
+                )
+        layer.forward = partial(_forward, layer.forward, products[number], number)
+
+
+def product_of(number: Number, scaling: str, gradients: str | None, device: torch.device) -> Product:
+    """Return the product of a format on a device."""
+    native = detect(str(device)).support(number.name) == NATIVE
+    return ARITHMETIC[number].product(scaling, native)
 
 
 def _fp8(scaling: str, native: bool) -> Product:
