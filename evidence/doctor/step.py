@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from mantissa.errors import FormatError
-from mantissa.formats import Format, with_masters
+from mantissa.formats import FP32, Format, with_masters
 from mantissa.step.flags import flags_of
 from mantissa.step.step import Batch, Remedies, Step
 from mantissa.step.updates import UpdateMeter
@@ -33,6 +33,7 @@ from trainer.parallel.compile import Compile
 from trainer.parallel.world import World
 from trainer.parallel.wrap import Parallel
 from trainer.precision.modes import Precision
+from trainer.precision.names import typed
 from trainer.precision.scaler import StaticScaler
 from trainer.trainer import Trainer
 
@@ -60,8 +61,7 @@ class Overrides(Remedies):
             self.fresh_state = Typed(shlex.quote(f"init_from={as_typed(str(folder))}"))
 
     def modules(self, names: Sequence[str]) -> Typed:
-        quoted = (name if any(map(str.isalpha, name)) else f"'{name}'" for name in names)  # 0.10 would be a number
-        return Typed(f'"precision.modules={{{",".join(f"{name}:fp32" for name in quoted)}}}"')
+        return Typed(typed("precision.modules", dict.fromkeys(names, FP32.name)))
 
     def operators(self, names: Sequence[str]) -> Typed:
         return Typed(f'"precision.fp32_ops=[{",".join(names)}]"')

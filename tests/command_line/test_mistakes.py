@@ -153,14 +153,15 @@ recipe=bignet | --experimental-rerun=x | resume continues a run
 recipe=bignet | recipe.layers=2.5 | -
 - | optimizer.lr=high | optimizer.lr=high must be a number
 - | optimizer.fused=auto | optimizer.fused=auto must be true or false
-precision=bf16 | precision.fp32_modules=lm_head | must be a list
+precision=bf16 | precision.modules=lm_head | must be formats by name pattern, such as {lm_head:fp32}
+precision=bf16 | precision.fp32_modules=[lm_head,'0.10'] | ; set 'precision.modules={lm_head:fp32,0.10:fp32}'
 - | tags=[a] | tags=[a] must be names with values, such as tags.NAME=VALUE
 - | run_name=a/b | run_name=a/b … without a slash
 recipe=bignet | optimizer.groups={0:2.0} | -
 # options that exclude each other, or do not fit
 precision=fp16 | scaler=none | scaler=none with precision=fp16
 recipe=bignet precision=bf16 | scaler=dynamic | -
-recipe=bignet | precision=bf16_pure 'precision.fp32_modules=["*"]' | -
+recipe=bignet | precision=bf16_pure 'precision.modules={*:fp32}' | -
 recipe=resnet | precision=mxfp8 | -
 recipe=bignet | epochs=2 steps=10 | -
 experiment=resnet18_fake | recipe=bignet | resnet18_fake: it sets recipe.arch, of recipe=resnet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -23,7 +23,7 @@ from mantissa.step.islands import cast_inputs, keep_fp32, with_fp32_statistics
 from trainer.errors import UserError, check_choice
 from trainer.hardware import NATIVE, UNAVAILABLE, Hardware
 from trainer.precision import kernels, scaled
-from trainer.precision.names import matching
+from trainer.precision.names import matching, typed
 
 # CUDA's libraries and oneDNN read these before torch's flags, and torch's flags do not show their effect.
 _FPMATH = {"BF16", "F16", "TF32", "ANY"}
@@ -224,7 +224,7 @@ class Precision:
                 continue
             for name, parameter in module.named_parameters(recurse=False):
                 if id(parameter) in shared:
-                    both = _typed({**self.modules, module_name: FP32.name})
+                    both = typed("precision.modules", {**self.modules, module_name: FP32.name})
                     raise UserError(
                         f"precision.modules: {', '.join(kept)} shares a weight with {module_name}.{name}, which "
                         f"precision={self.mode} makes 16-bit",
@@ -296,11 +296,6 @@ class Precision:
         if self.then is None or self.until is None or step <= self.until:
             return self
         return replace(self, mode=self.then, then=None, until=None)
-
-
-def _typed(modules: Mapping[str, str]) -> str:
-    """Return the override of ``modules``, as it is typed in a shell."""
-    return shlex.quote(f"precision.modules={{{','.join(f'{name}:{mode}' for name, mode in modules.items())}}}")
 
 
 def automatic(hardware: Hardware) -> tuple[str, str]:

@@ -64,7 +64,7 @@ def test_a_layer_with_a_huge_channel_is_named(mode: str) -> None:
 
 def test_that_layer_in_fp32_is_the_cure() -> None:
     finding = diagnose(take(with_a_huge_channel("nvfp4")), ("modules", "islands"), time_budget_s=600).findings[0]
-    assert finding.cure[0].startswith('"precision.fp32_modules=[gpt2.transformer.h.1.mlp.c_fc]"'), finding
+    assert finding.cure[0].startswith("'precision.modules={gpt2.transformer.h.1.mlp.c_fc:fp32}'"), finding
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -113,7 +113,7 @@ def test_what_is_recorded_takes_the_place_of_the_defaults() -> None:
 def recorded(tmp_path: Path) -> dict[str, Any]:
     """The options of a run in the folder ``tmp_path``."""
     run = ["recipe=gpt2", "recipe.size=nano", "data=text", f"data.path={__file__}", "precision=bf16", "optimizer.lr=2"]
-    options = flatten(compose([*run, "precision.fp32_modules=[lm_head]", "loader.workers=3", "tracking=local"]))
+    options = flatten(compose([*run, "precision.modules={lm_head:fp32}", "loader.workers=3", "tracking=local"]))
     options |= {"resume": str(tmp_path), "output_dir": str(tmp_path.parent)}
     (tmp_path / "config.json").write_text(json.dumps(options))
     return options
@@ -130,4 +130,4 @@ def test_of_several_choices_of_a_group_the_last_counts(tmp_path: Path, recorded:
 
 def test_a_choice_takes_the_place_of_all_options_of_its_group(recorded: dict[str, Any]) -> None:
     found = flatten(compose(["precision=bf16", "loader=pinned"], recorded))
-    assert differing(found, recorded) == {"precision.fp32_modules", "loader.workers"}
+    assert differing(found, recorded) == {"precision.modules", "loader.workers"}
