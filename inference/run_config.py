@@ -17,7 +17,7 @@ from trainer.config.settle import MICRO, Plan, plan_of, settle
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.hardware import Hardware, detect
-from trainer.precision.kernels import convolves, not_timed_here
+from trainer.precision.kernels import convolves
 
 _LONGEST = 1024
 """Tokens of a sample for an exported folder alone, where its model takes more."""
@@ -48,9 +48,8 @@ class RunConfig:
         return self.plan.hardware
 
     def not_timed(self, model: nn.Module) -> str | None:
-        """Return why the model's speed is not that of its format, see ``not_timed_here``."""
-        precision = self.config.precision
-        return not_timed_here(precision.mode, self.hardware, precision.kernels, convolves(model))
+        """Return why the model's speed is not that of its formats, see ``not_timed_here``."""
+        return self.config.precision.not_timed_here(self.hardware, convolves(model))
 
     def with_data(self, datasets: Datasets) -> tuple[RunConfig, Datasets]:
         """Return the config with what the open data decides, and the data as it is to be fetched."""

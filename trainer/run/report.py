@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rich.text import Text
 
 import mantissa
 from mantissa.display import about, counted, duration, quantity, shortened, size
-from mantissa.formats import FP32
+from mantissa.formats import BF16, FP8, FP32
 from mantissa.names import format_name as format_name_of
 from trainer.checkpoint import store as checkpoint
 from trainer.config.commands import compare_command
@@ -149,9 +150,13 @@ def _precision(trainer: Trainer, effective: dict[str, Any]) -> Text:
         parts.append(f"matmuls {quantity(rates[format_name])} TFLOP/s{beside}")
     if is_other := effective["arithmetic"] != f"{NATIVE} on this hardware":
         parts.append(effective["arithmetic"])
-    if layers := effective["scaled_modules"]:
-        scaling = f" ({precision.fp8_scaling})" if precision.fp8_scaling else ""
-        parts.append(f"{format_name}{scaling}: {counted(len(layers), 'linear layer')}")
+    for name, count in Counter(effective["scaled_modules"].values()).items():
+        scaling = f" ({precision.fp8_scaling})" if name == FP8.name else ""
+        parts.append(f"{name}{scaling}: {counted(count, 'linear layer')}")
+    if precision.gradients:
+        parts.append(f"their gradients in {precision.gradients}")
+    if patterns := [name for name, mode in precision.modules.items() if mode == BF16.name]:
+        parts.append(f"bf16: {shortened(patterns, 4)}")
     if trainer.fp32_modules:
         parts.append(f"fp32: {shortened(trainer.fp32_modules, 4)}")
     if precision.fp32_ops:
@@ -200,10 +205,10 @@ def warnings(trainer: Trainer, folder: Path) -> list[str]:
     if not trainer.config.checkpoint.enabled and trainer.config.checkpoint.every != "auto":
         sentences.append(f"checkpoint.every={trainer.config.checkpoint.every} has no effect with checkpoint=none")
     precision, compiled = trainer.config.precision, trainer.config.compile.mode != "off"
-    if precision.format.number.scaled and trainer.hardware.is_gpu and not compiled:
+    if precision.scaled and trainer.hardware.is_gpu and not compiled:
         sentences.append(
-            f"precision={precision.mode} without torch.compile scales and rounds in kernels of their own, so a step "
-            "may well take longer than in bf16, however fast the matmuls are; set compile=default"
+            f"{' and '.join(precision.scaled)} without torch.compile scales and rounds in kernels of their own, so a "
+            "step may well take longer than in bf16, however fast the matmuls are; set compile=default"
         )
     if stretched := _stretched(trainer):
         sentences.append(stretched)

@@ -8,7 +8,7 @@ import torch
 
 from mantissa.display import counted, finite, loss, quantity, size
 from mantissa.step.ledger import Ledger
-from trainer.precision.kernels import in_short, not_timed_here
+from trainer.precision.kernels import in_short
 from trainer.profiling.utilisation import text as mfu_text
 from trainer.run.monitor import Monitor
 from trainer.run.provenance import versions
@@ -47,7 +47,7 @@ def results(trainer: Trainer, scores: Scores, monitor: Monitor, ledger: Ledger |
         "units_per_s": units_per_s,
         "step_time_s": step_time_s,
         "utilisation": monitor.utilisation.facts(units_per_s),
-        "not_timed": not_timed_here(precision.mode, hardware, precision.kernels, trainer.convolves),
+        "not_timed": precision.not_timed_here(hardware, trainer.convolves),
         "peak_memory_bytes": memory if hardware.is_gpu else ledger and ledger.peak_bytes,
         "reserved_memory_bytes": monitor.reserved_memory(),
         "process_memory_bytes": None if hardware.is_gpu else memory,

@@ -87,7 +87,7 @@ def test_weights_gradients_and_optimizer_have_the_formats_of_the_manifest(mode: 
     assert [buffer.dtype for buffer in trainer.model.buffers()] == [FP32, FP32, torch.int64]
     assert {state["exp_avg"].dtype for state in trainer.optimizer.state.values()} == {changed}
     names = [str(one).removeprefix("torch.") for one in (dtype, changed)]
-    assert list(dtypes_in_use(trainer.model, trainer.optimizer).values()) == [*names, []]
+    assert list(dtypes_in_use(trainer.model, trainer.optimizer).values()) == [*names, {}]
     manifest = manifest_of(trainer.config.precision, trainer.hardware, trainer.fp32_modules)
     assert manifest["effective"]["matmul_dtype"] == str(row.half).removeprefix("torch.")
     assert trainer.loss_scale.recovers == (row.half == FP16)
