@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -411,7 +411,8 @@ class Precision:
             mode = self.modules[pattern]
             if FORMATS[mode].number.scaled and not any(map(partial(scaled.has_linear, model), names)):
                 raise UserError(
-                    f"{_MODULES}: {pattern}:{mode}: {shortened(names)} has no linear layer, which alone can be {mode}",
+                    f"{_MODULES}: {pattern}:{mode}: {shortened(names)} has no linear layer (subclasses of nn.Linear stay "
+                    "in bf16)",
                     self._without(pattern),
                 )
         numbers = scaled.layers_of(model, blocks, kept, number, chosen)
@@ -442,6 +443,31 @@ class Precision:
     def _without(self, pattern: str) -> str:
         """Return the override that leaves a pattern of ``modules`` out."""
         return typed(_MODULES, {name: mode for name, mode in self.modules.items() if name != pattern})
+
+    def in_mode(self, mode: str) -> Precision:
+        """Return this precision in another mode, without the options that have no effect there."""
+        if mode == self.mode:
+            return self
+        half, allowed = FORMATS[mode].half, _BY_MODULE if mode in _BY_MODULE else (FP32.name,)
+        modules = {name: each for name, each in self.modules.items() if half and each in allowed}
+        numbers = [FORMATS[each].number for each in (mode, *modules.values())]
+        return replace(
+            self,
+            mode=mode,
+            then=None,
+            until=None,
+            modules=modules,
+            gradients=self.gradients if any(number.scaled for number in numbers) else None,
+            fp8_scaling=self.fp8_scaling if FP8 in numbers else None,
+            fp32_ops=self.fp32_ops if half else None,
+            kernels=self.kernels if half else kernels.AUTO,
+        )
+
+    def with_islands(self, patterns: Sequence[str]) -> dict[str, str]:
+        """Return ``modules`` with these patterns in fp32, and no others."""
+        others = {name: mode for name, mode in self.modules.items() if mode != FP32.name or name in patterns}
+        more = [name for name in patterns if others.get(name) != FP32.name]  # they come last, and decide
+        return {name: mode for name, mode in others.items() if name not in more} | dict.fromkeys(more, FP32.name)
 
     def at(self, step: int) -> Precision:
         """Return the precision of optimizer step ``step``, counted from 1, once ``until`` is a step."""
