@@ -128,7 +128,11 @@ class Precision:
                     *[f"precision={BF16.name}"] * (mode == self.mode),
                 )
         if self.gradients is not None:
-            check_choice("precision.gradients", self.gradients, (BF16.name,))
+            if self.gradients != BF16.name:
+                raise UserError(
+                    f"precision.gradients={self.gradients} must be bf16, or null, which is each layer's own format",
+                    f"precision.gradients={BF16.name}",
+                )
             if not self.scaled:
                 raise UserError(
                     f"precision.gradients has no effect with precision={self.mode}, in which no layer is scaled",
@@ -411,8 +415,8 @@ class Precision:
             mode = self.modules[pattern]
             if FORMATS[mode].number.scaled and not any(map(partial(scaled.has_linear, model), names)):
                 raise UserError(
-                    f"{_MODULES}: {pattern}:{mode}: {shortened(names)} has no linear layer (subclasses of nn.Linear stay "
-                    "in bf16)",
+                    f"{_MODULES}: {pattern}:{mode}: {shortened(names)} has no linear layer (subclasses of nn.Linear "
+                    "stay in bf16)",
                     self._without(pattern),
                 )
         numbers = scaled.layers_of(model, blocks, kept, number, chosen)

@@ -275,7 +275,7 @@ def test_layers_whose_sides_do_not_divide_are_in_bf16_after_the_remedy(
 def test_gradients_in_bf16_are_for_scaled_layers(mode: str, fits: bool) -> None:
     with nullcontext() if fits else pytest.raises(UserError, match="gradients has no effect"):
         Precision(mode, gradients="bf16")
-    with pytest.raises(UserError, match=r"precision.gradients=fp8 is unknown"):
+    with pytest.raises(UserError, match=r"precision.gradients=fp8 must be bf16"):
         Precision("nvfp4", gradients="fp8")
 
 
