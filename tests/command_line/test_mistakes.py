@@ -167,9 +167,9 @@ GPT2 precision=fp16 | precision.modules={h.0:nvfp4} | only in a run in one of bf
 GPT2 precision=nvfp4 | precision.modules={h.0:nvpf4} | ; set 'precision.modules={h.0:nvfp4}'
 GPT2 precision=nvfp4 | precision.modules={lm_head:fp16} | one 16-bit dtype … ; set 'precision.modules={}'
 GPT2 precision=nvfp4 | precision.modules={h.0:fp32,h.0.mlp:bf16} | set 'precision.modules={h.0.mlp:bf16,h.0:fp32}'
-GPT2 precision=nvfp4 | precision.modules={*:bf16} | no linear layer in the model's blocks is left for it … set precision=bf16
+GPT2 precision=nvfp4 | precision.modules={*:bf16} | no linear layer in the model's blocks is left … ; set precision=bf16
 GPT2 precision=bf16 | precision.modules={ln_1:fp8} | has no linear layer … ; set 'precision.modules={}'
-recipe=bignet precision=bf16 | precision.modules={0:mxfp8} | must be a multiple of 32; set 'precision.modules={\[0\]:mxfp8,
+recipe=bignet precision=bf16 | precision.modules={0:mxfp8} | a multiple of 32; set 'precision.modules={\[0\]:mxfp8,
 recipe=bignet | precision=mxfp8 | must be a multiple of 32; set precision=bf16
 GPT2 precision=bf16 | precision.gradients=bf16 | in which no layer is scaled; leave it out
 GPT2 precision=nvfp4 | precision.gradients=fp8 | ; set precision.gradients=bf16
