@@ -177,8 +177,8 @@ def _quoted_text(argument: str, override: Override | None) -> str:
     """Return an override with its text in quotes where the grammar would not read it as text."""
     named, equals, typed = argument.partition("=")
     key = named.lstrip("+")
-    if key in PATTERNS:  # a name such as 0.10 would be a number; in brackets a pattern has its first character as it is
-        return re.sub(r"(?<=[{,])([^][{}:,]+)(?=:)", _as_name, argument)
+    if key in PATTERNS:
+        return re.sub(r"(?<=[{,])[^{}:,]+(?=:)", _as_pattern, argument)
     if key == "note" and typed != "null" and typed[:1] not in ("'", '"'):
         typed = quoted(typed)  # a sentence may have commas
     elif (
@@ -193,10 +193,14 @@ def _quoted_text(argument: str, override: Override | None) -> str:
     return f"{named}{equals}{typed}"
 
 
-def _as_name(key: re.Match[str]) -> str:
-    """Return the key of a dictionary as a pattern that is no number and no truth value."""
-    value, name = value_of(f"key={{{key[0]}:0}}"), key[0].strip()
-    return key[0] if not isinstance(value, dict) or isinstance(next(iter(value)), str) else f"\\[{name[0]}\\]{name[1:]}"
+def _as_pattern(found: re.Match[str]) -> str:
+    """Return the key of a dictionary as the grammar reads it as a name pattern, which takes no quotes there.
+
+    Brackets need a backslash. What it would read as a number, such as 0.10, gets its first character in brackets.
+    """
+    key = re.sub(r"(?<!\\)[][]", r"\\\g<0>", found[0].strip())
+    value = value_of(f"key={{{key}:0}}")
+    return key if value is None or isinstance(next(iter(value)), str) else f"\\[{key[0]}\\]{key[1:]}"
 
 
 def _is_misread(override: Override) -> bool:

@@ -62,7 +62,7 @@ class Precision:
     """Set by ``precision=…``."""
     modules: dict[str, str] = field(default_factory=dict)
     """Formats of modules, with all they contain, by name pattern: ``{lm_head:fp32}``; of linear layers also
-    ``{h.0:bf16,h.1:fp8}``. The last pattern that matches decides."""
+    ``{h.0:bf16,h.1:fp8}``, where the mode is one of these. The last pattern that matches decides."""
     gradients: str | None = None
     """``bf16``: the two matmuls of a scaled layer's backward pass are in bf16; null: in the layer's own format."""
     then: str | None = None

@@ -298,9 +298,10 @@ def test_another_mode_leaves_out_what_has_no_effect_there(mode: str) -> None:
         ("{*.h.0:bf16,lm_head:fp32}", {"*.h.0": "bf16", "lm_head": "fp32"}),
         ("{0.10:bf16,1:fp32}", {"[0].10": "bf16", "[1]": "fp32"}),  # numbers are names here
         (r"{h.\[01\]:bf16}", {"h.[01]": "bf16"}),
+        ("{h.[01].a:bf16, *[2]:fp32}", {"h.[01].a": "bf16", "*[2]": "fp32"}),
     ],
 )
-def test_names_that_look_like_numbers_are_names(typed: str, modules: dict[str, str]) -> None:
+def test_every_name_pattern_can_be_typed(typed: str, modules: dict[str, str]) -> None:
     found = compose(["recipe=bignet", "precision=bf16", f"precision.modules={typed}"]).precision
     assert list(found.modules.items()) == list(modules.items())
     assert FP8 not in {FORMATS[mode].number for mode in found.formats}
