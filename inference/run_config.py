@@ -49,7 +49,7 @@ class RunConfig:
 
     def not_timed(self, model: nn.Module) -> str | None:
         """Return why the model's speed is not that of its formats, see ``not_timed_here``."""
-        return self.config.precision.not_timed_here(self.hardware, convolves(model))
+        return self.config.precision.not_timed(self.hardware, convolves(model))
 
     def with_data(self, datasets: Datasets) -> tuple[RunConfig, Datasets]:
         """Return the config with what the open data decides, and the data as it is to be fetched."""

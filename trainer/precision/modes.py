@@ -254,10 +254,11 @@ class Precision:
         changes = [f"precision={BF16.name}"] * (mode == self.mode)
         return " ".join(changes + [typed(_MODULES, others)] * (others != self.modules))
 
-    def not_timed_here(self, hardware: Hardware, convolves: bool) -> str | None:
-        """Return why the speed of a run is not that of its formats, see ``kernels.not_timed_here``; None: it is."""
-        why = (kernels.not_timed_here(mode, hardware, self.kernels, convolves) for mode in self.formats)
-        return next(filter(None, why), None)
+    def not_timed(self, hardware: Hardware, convolves: bool = False) -> str | None:
+        """Return why the speed on this machine is not that of its formats; None: it is, see ``kernels``."""
+        whys = [kernels.not_timed_here(mode, hardware, self.kernels, convolves) for mode in self.formats]
+        found = sorted({why for why in whys if why}, key=lambda why: not kernels.is_emulated(why))
+        return "; ".join(found) or None
 
     @property
     def rounds_as_eager(self) -> bool:

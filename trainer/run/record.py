@@ -63,7 +63,7 @@ def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:
     if precision.fp32_ops:
         effective["fp32_ops"] = precision.fp32_ops
     effective["kernels"] = trainer.kernels
-    not_timed = precision.not_timed_here(hardware, trainer.convolves)
+    not_timed = precision.not_timed(hardware, trainer.convolves)
     effective["arithmetic"] = not_timed or f"{manifest['support']} on this hardware"
 
     # One forward pass shows what each module computes in, and how many FLOP a sample takes.

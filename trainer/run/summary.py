@@ -47,7 +47,7 @@ def results(trainer: Trainer, scores: Scores, monitor: Monitor, ledger: Ledger |
         "units_per_s": units_per_s,
         "step_time_s": step_time_s,
         "utilisation": monitor.utilisation.facts(units_per_s),
-        "not_timed": precision.not_timed_here(hardware, trainer.convolves),
+        "not_timed": precision.not_timed(hardware, trainer.convolves),
         "peak_memory_bytes": memory if hardware.is_gpu else ledger and ledger.peak_bytes,
         "reserved_memory_bytes": monitor.reserved_memory(),
         "process_memory_bytes": None if hardware.is_gpu else memory,

@@ -183,8 +183,8 @@ def test_gpt2_trains_in_several_formats_and_records_them() -> None:
 def test_all_formats_in_use_count() -> None:
     """Of the modules, too."""
     precision = Precision("bf16", {"h.0": "nvfp4", "head": "fp32"})
-    assert Precision("bf16", {"head": "fp32"}).not_timed_here(GPU, False) is None
-    assert precision.not_timed_here(GPU, False) == "emulated: quality only, no speed"
+    assert Precision("bf16", {"head": "fp32"}).not_timed(GPU, False) is None
+    assert precision.not_timed(GPU, False) == "emulated: quality only, no speed"
     assert Precision("bf16", {"h.0": "fp8"}, fp8_scaling="rowwise").rounds_as_eager
     assert Precision("bf16", {"h.0": "fp8"}).fp8_scaling == "tensorwise"
     with pytest.raises(UserError, match="mm would not reach the linear layers in nvfp4"):
