@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -59,9 +60,9 @@ class Precision:
     gradients: str | None = None
     """``bf16``: the two matmuls of a scaled layer's backward pass are in bf16; null: in the layer's own format."""
     then: str | None = None
-    """The mode from step ``until`` on."""
+    """Another mode with fp32 weights, for all steps after ``until``; null: there is none."""
     until: int | float | None = None
-    """Steps in the first mode, or their share of all steps: ``0.8``."""
+    """The last step in the first mode; below 1, a share of the run's steps, such as ``0.8``."""
     fp8_scaling: str | None = None
     """Scales of fp8: ``tensorwise``, or ``rowwise`` (one per row: more accurate, slower); null: tensorwise."""
     fp32_ops: list[str] | None = None
@@ -73,21 +74,50 @@ class Precision:
     def __post_init__(self) -> None:
         check_choice("precision", self.mode, FORMATS)
         check_choice("precision.kernels", self.kernels, kernels.KERNELS)
+        self._check_change()
+        formats = [FORMATS[mode] for mode in self.modes]
         for key, default in (("modules", "{}"), ("fp32_ops", "null"), ("kernels", kernels.AUTO)):
-            if self.half is None and getattr(self, key) not in (None, {}, kernels.AUTO):
+            if not any(each.half for each in formats) and getattr(self, key) not in (None, {}, kernels.AUTO):
                 raise UserError(
                     f"precision.{key} has no effect with precision={self.mode}, which has no 16-bit dtype",
                     shlex.quote(f"precision.{key}={default}"),
                     "precision=bf16",
                 )
         self.fp32_ops = self.fp32_ops or None
-        if self.format.number is FP8:
+        if FP8 in [each.number for each in formats]:
             self.fp8_scaling = self.fp8_scaling or SCALINGS[0]
             check_choice("precision.fp8_scaling", self.fp8_scaling, SCALINGS)
         elif self.fp8_scaling is not None:
             raise UserError(
                 f"precision.fp8_scaling has no effect with precision={self.mode}", "", mistake="precision.fp8_scaling"
             )
+
+    def _check_change(self) -> None:
+        """Check ``then`` and ``until``."""
+        change, typed = "precision.then precision.until", f"precision.then={self.then}"
+        if self.then is None:
+            if self.until is not None:
+                problem = f"precision.until={self.until} has no effect without precision.then, the mode after that step"
+                raise UserError(problem, "", mistake="precision.until")
+            return
+        check_choice("precision.then", self.then, FORMATS)
+        if self.then == self.mode:
+            raise UserError(f"{typed} is the mode that the run begins in: nothing would change", "", mistake=change)
+        for key, mode in (("precision", self.mode), ("precision.then", self.then)):
+            if FORMATS[mode].half_weights is not None:
+                raise UserError(
+                    f"{key}={mode} holds weights in 16 bits; a run changes between modes with fp32 weights only",
+                    f"{key}={FORMATS[mode].number.name}",
+                    "",
+                    mistake=change,
+                )
+        if self.until is None:
+            raise UserError(f"{typed} needs precision.until, the last step before it", "precision.until=0.8")
+        if not (self.until >= 1 if isinstance(self.until, int) else 0 < self.until < 1):
+            problem = (
+                f"precision.until={self.until} must be the number of a step, or a share of all steps between 0 and 1"
+            )
+            raise UserError(problem, "precision.until=0.8")
 
     def check_operators(self) -> None:
         """Check the names in ``fp32_ops``.
@@ -212,8 +242,10 @@ class Precision:
             UserError: see ``keep_fp32`` and ``scaled.convert``; or such a submodule shares a weight with one in 16
                 bits; or no weight is left for 16 bits.
         """
-        kept = self.keep_fp32(model, device, fp32_of(model) if self.half is not None else ())
-        self.convert_layers(model, device, blocks_of(model), kept)
+        # Islands are the same in all modes of a run: in fp32 they change nothing.
+        halves = any(FORMATS[mode].half for mode in self.modes)
+        kept = self.keep_fp32(model, device, fp32_of(model) if halves else ())
+        self.phases[0].convert_layers(model, device, blocks_of(model), kept)
         dtype = self.format.half_weights
         if dtype is None:
             return kept
@@ -291,11 +323,29 @@ class Precision:
         }
         scaled.convert(model, numbers, products)
 
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The modes of a run, in their order."""
+        return (self.mode,) if self.then is None else (self.mode, self.then)
+
+    @property
+    def phases(self) -> tuple[Precision, ...]:
+        """The precision of each mode of a run by itself, without the options that have no effect in it."""
+        if self.then is None:
+            return (self,)
+        phases = []
+        for mode in self.modes:
+            phases.append(phase := copy.copy(self))
+            phase.mode, phase.then, phase.until = mode, None, None
+            if phase.half is None:
+                phase.modules, phase.gradients, phase.fp32_ops, phase.kernels = {}, None, None, kernels.AUTO
+            if FP8.name not in (mode, *phase.modules.values()):
+                phase.fp8_scaling = None
+        return tuple(phases)
+
     def at(self, step: int) -> Precision:
         """Return the precision of optimizer step ``step``, counted from 1, once ``until`` is a step."""
-        if self.then is None or self.until is None or step <= self.until:
-            return self
-        return replace(self, mode=self.then, then=None, until=None)
+        return self.phases[0 if self.until is None or step <= self.until else 1]
 
 
 def _typed(modules: Mapping[str, str]) -> str:
