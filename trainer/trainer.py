@@ -284,6 +284,16 @@ class Trainer:
             set_random_state(rng, self.device)
 
     @property
+    def next_precision(self) -> Precision:
+        """The precision of the next step."""
+        return self.config.precision.at(self.step + 1)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the precision in force is that of ``precision.then``."""
+        return self.precision != self.config.precision.phases[0]
+
+    @property
     def kernels(self) -> str:
         """How 16-bit operands are multiplied on a CPU."""
         return choose(self.precision.half, self.precision.kernels, self.hardware, self.convolves)
@@ -320,7 +330,7 @@ class Trainer:
 
     def train_step(self, microbatches: list[Batch]) -> StepRecord:
         """Take one optimizer step over the microbatches and count it; the host does not wait for the device."""
-        self.enter(self.config.precision.at(self.step + 1))
+        self.enter(self.next_precision)
         lr = self._set_lr()
         # Forward and backward, once for each microbatch.
         loss, correction, units = self.gradients(microbatches)

@@ -37,7 +37,11 @@ ANSWER = "advice.json"
 class AdviseOptions(Overriding):
     """Options of scripts/advise.py."""
 
-    fixed = ONE_PROCESS | dict.fromkeys(("resume", "debug"), "advise.py only times blocks of steps")
+    fixed = (
+        ONE_PROCESS
+        | dict.fromkeys(("resume", "debug"), "advise.py only times blocks of steps")
+        | dict.fromkeys(("precision.then", "precision.until"), "advise.py times each format by itself")
+    )
 
     time_budget: str = "5min"
 

@@ -46,7 +46,9 @@ def _table(ledgers: dict[str, Ledger]) -> str:
 class MaxBatchOptions(Overriding):
     """Options of scripts/max_batch.py."""
 
-    fixed = dict.fromkeys(("micro_batch_size",), "it is what this command finds")
+    fixed = {"micro_batch_size": "it is what this command finds"} | dict.fromkeys(
+        ("precision.then", "precision.until"), "it is found for one format at a time"
+    )
 
     memory_budget: str = "device"
 

@@ -39,7 +39,11 @@ TOO_HIGH = 4.0
 class RangeOptions(Overriding):
     """Options of scripts/lr_range.py."""
 
-    fixed = ONE_PROCESS | dict.fromkeys(("optimizer.lr", "schedule", "resume", "epochs"), "the test sets it itself")
+    fixed = (
+        ONE_PROCESS
+        | dict.fromkeys(("optimizer.lr", "schedule", "resume", "epochs"), "the test sets it itself")
+        | dict.fromkeys(("precision.then", "precision.until"), "a test is of one format")
+    )
 
     min: float = 1e-7
     max: float = 10.0
