@@ -346,9 +346,8 @@ class Precision:
     def not_timed(self, hardware: Hardware, convolves: bool = False) -> str | None:
         """Return why the speed on this machine is not that of its formats; None: it is, see ``kernels``."""
         whys = [kernels.not_timed_here(each.mode, hardware, each.kernels, convolves) for each in self.phases]
-        return (
-            "; ".join(sorted(filter(None, dict.fromkeys(whys)), key=lambda why: not kernels.is_emulated(why))) or None
-        )
+        found = sorted({why for why in whys if why}, key=lambda why: not kernels.is_emulated(why))
+        return "; ".join(found) or None
 
     def at(self, step: int) -> Precision:
         """Return the precision of optimizer step ``step``, counted from 1, once ``until`` is a step."""

@@ -50,8 +50,9 @@ def forecast(config: Config) -> Ledger:
 def ledger_of(settled: Settled) -> Ledger:
     """Return the ledger of a run of one process without torch.compile, see ``settle.alone``.
 
-    Of several formats, that with the higher peak. Of accumulation, two microbatches are taken: in the second the gradients of the first exist, and all others repeat
-    it. Recipes whose samples differ in shape are forecast for the shape of their first ones.
+    Of several formats, that with the higher peak. Of accumulation, two microbatches are taken: in the second the
+    gradients of the first exist, and all others repeat it. Recipes whose samples differ in shape are forecast for the
+    shape of their first ones.
 
     Raises:
         RunError: the computation depends on tensor values.

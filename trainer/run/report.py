@@ -193,8 +193,8 @@ def _optimizer(trainer: Trainer) -> str:
 def warnings(trainer: Trainer, folder: Path) -> list[str]:
     """Return what will not be as the user expects: options without their effect, what a resume makes different."""
     sentences, plan = [], trainer.plan
-    before = read_object(folder / PRECISION_FILE)
-    before = (before.get("then", {}) if trainer.is_changed else before).get("effective")
+    manifest = read_object(folder / PRECISION_FILE)
+    before = (manifest.get("then", {}) if trainer.is_changed else manifest).get("effective")
     if isinstance(before, dict) and before.get("kernels") != trainer.kernels:
         sentences.append(
             "some 16-bit operators have other kernels than before the resume, because the processor, precision.kernels "
