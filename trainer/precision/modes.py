@@ -245,7 +245,8 @@ class Precision:
         # Islands are the same in all modes of a run: in fp32 they change nothing.
         halves = any(FORMATS[mode].half for mode in self.modes)
         kept = self.keep_fp32(model, device, fp32_of(model) if halves else ())
-        self.phases[0].convert_layers(model, device, blocks_of(model), kept)
+        for phase in reversed(self.phases):  # a later one, too, so that it is refused here
+            phase.convert_layers(model, device, blocks_of(model), kept)
         dtype = self.format.half_weights
         if dtype is None:
             return kept

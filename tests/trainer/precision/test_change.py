@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from mantissa.formats import FORMATS
-from tests.helpers import GPT2, copied, same_bits, trainer_of
+from evidence.doctor.step import step_of
+from mantissa.formats import FORMATS, FP32
+from mantissa.step.flags import flags_of
+from mantissa.watch.setup import fp32_flags
+from tests.helpers import BIGNET, GPT2, compose, copied, same_bits, trainer_of
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.store import Snapshot
+from trainer.data.contract import Batch
+from trainer.errors import NonFiniteError, UserError
+from trainer.files import read_json, read_json_lines
 from trainer.parallel.world import World
-from trainer.trainer import Trainer
+from trainer.precision.modes import Precision
+from trainer.precision.scaled import converted
+from trainer.run.forecast import forecast
+from trainer.run.run import Run
+from trainer.run.start import train
+from trainer.trainer import StepRecord, Trainer
 
 STEPS, UNTIL = 6, 3
 RUN = (*GPT2, "recipe.dropout=0.1", f"steps={STEPS}", "deterministic=true", "ema=default")
@@ -63,3 +76,115 @@ def test_a_resume_across_the_change_is_the_same_run(step: int, tmp_path: Path) -
     resumed.restore(saved(tmp_path, step))
     assert resumed.precision.mode == ("fp16" if step <= UNTIL else "nvfp4")
     assert same_bits(steps(resumed), whole[step:])
+
+
+@pytest.mark.parametrize("options", ["activation_checkpointing=blocks", "recipe.lora.rank=16"])
+def test_recomputation_and_adapters_go_on(options: str, tmp_path: Path) -> None:
+    taken = steps(changing("nvfp4", "fp32", options), UNTIL + 1, tmp_path)
+    other = trainer_of(*RUN, "precision=fp32", options)
+    other.restore(saved(tmp_path, UNTIL))
+    assert same_bits(taken[UNTIL:], steps(other, UNTIL + 1))
+
+
+@pytest.mark.parametrize(("first", "then"), [("fp32", "nvfp4"), ("nvfp4", "fp32")])
+def test_options_of_one_format_have_no_effect_in_the_other(first: str, then: str) -> None:
+    """fp32 islands are the same in both: in fp32 they change nothing."""
+    own = ("precision.modules={h.0:fp32,h.1:bf16}", "precision.fp32_ops=[layer_norm]")
+    trainer = changing(first, then, *own)
+    islands = trainer.fp32_modules
+    assert "gpt2.transformer.h.0" in islands
+    for step in (UNTIL, UNTIL + 1):
+        taken = steps(trainer, step)
+        mode = trainer.precision.mode
+        layers = converted(trainer.model)
+        assert len(layers) == (8 if mode == "nvfp4" else 0)
+        assert trainer.precision.fp32_ops == (["layer_norm"] if mode == "nvfp4" else None)
+        if mode == "fp32" == first:
+            assert same_bits(taken, steps(trainer_of(*RUN, "precision=fp32"), UNTIL))
+
+
+def test_the_flags_of_fp32_products_are_those_of_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Precision, "check", lambda *_: None)  # a CPU has no TF32
+    with flags_of(FP32):
+        trainer, seen = changing("tf32", "bf16"), []
+        for step in (UNTIL, UNTIL + 1):
+            steps(trainer, step)
+            seen.append(set(fp32_flags("cuda").values()))
+    assert seen == [{"tf32"}, {"ieee"}]
+
+
+def test_a_compiled_model_compiles_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(trainer.step + 1)
+        return graph
+
+    monkeypatch.setattr("mantissa.step.compile.compile_in_place", lambda found, **_: found.compile(backend=backend))
+    torch._dynamo.reset()
+    trainer = changing("nvfp4", "bf16", "compile=default", "micro_batch_size=2")
+    steps(trainer)
+    assert graphs == [1, UNTIL + 1]
+
+
+def test_the_memory_is_forecast_for_the_format_that_needs_more() -> None:
+    def peak(*overrides: str) -> int:
+        return forecast(compose(*BIGNET, "recipe.width=32", "steps=4", *overrides)).peak_bytes
+
+    low, high = peak("precision=bf16"), peak("precision=nvfp4")
+    assert low < high
+    for pair in (("bf16", "nvfp4"), ("nvfp4", "bf16")):
+        assert peak(f"precision={pair[0]}", f"precision.then={pair[1]}", "precision.until=2") == high
+
+
+def test_the_doctor_takes_a_step_in_its_format() -> None:
+    trainer, formats = changing("fp16", "nvfp4"), []
+    for step in (UNTIL - 1, UNTIL):
+        steps(trainer, step)
+        taken = step_of(trainer)
+        formats.append((taken.number, taken.format.name, taken.scale, taken.as_run().format.name))
+    assert formats == [(UNTIL, "fp16", 65536.0, "fp16"), (UNTIL + 1, "nvfp4", 1.0, "nvfp4")]
+
+
+WHOLE = (*RUN, "run_name=it", "eval_every=1", "eval_samples=4", "log_every=4", "tracking=local", "device=cpu")
+
+
+def test_a_run_marks_the_change_and_its_weights_know_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change = ("precision=nvfp4", "precision.then=bf16", "precision.until=0.5")
+    summary = train(compose(*WHOLE, *change, "diagnostics=numerics", f"output_dir={tmp_path}")).summary
+    lines = list(read_json_lines(tmp_path / "it" / "metrics.jsonl"))
+    assert [line["step"] for line in lines if "precision/bf16" in line] == [UNTIL + 1]
+    assert f"from step {UNTIL + 1} on: precision=bf16\n" in capsys.readouterr().out
+    assert [summary[f"precision{name}"] for name in ("", "_then", "_until")] == ["nvfp4", "bf16", UNTIL]
+    manifest = read_json(tmp_path / "it" / "precision.json")
+    assert [each["requested"]["mode"] for each in (manifest, manifest["then"])] == ["nvfp4", "bf16"]
+    assert [len(each["effective"]["scaled_modules"]) for each in (manifest, manifest["then"])] == [16, 0]
+    facts = read_json(tmp_path / "it" / "best" / "precision.json")
+    step = summary["best"]["step"]
+    assert facts == {"precision": "nvfp4", "then": "bf16", "until": UNTIL, "step": step}
+    # Resumed after the change, the record still has both.
+    again = train(compose(*WHOLE, *change, "steps=8", "resume=auto", f"output_dir={tmp_path}")).summary
+    assert (again["step"], again["precision_until"]) == (8, UNTIL)
+    assert read_json(tmp_path / "it" / "precision.json")["requested"]["mode"] == "nvfp4"
+
+
+class Poisoned(Run):
+    """The weights are infinite before the last step in the first format."""
+
+    def step(self, microbatches: list[Batch]) -> StepRecord:
+        record = super().step(microbatches)
+        if record.step == UNTIL:
+            return record._replace(skipped=torch.tensor(True), loss=torch.tensor(math.nan))
+        return record
+
+
+def test_what_ends_a_run_without_a_loss_scale_ends_it_before_a_format_with_one(tmp_path: Path) -> None:
+    """Else it would count as a step that such a scale skips."""
+    change = ("precision=bf16", "precision.then=fp16", f"precision.until={UNTIL}", f"output_dir={tmp_path}")
+    with pytest.raises(NonFiniteError, match=f"step {UNTIL}: the gradients are not finite"):
+        train(compose(*WHOLE, "log_every=50", "eval_every=50", *change), run_class=Poisoned)
+
+
+def test_what_a_later_format_cannot_multiply_is_refused_at_the_start() -> None:
+    with pytest.raises(UserError, match="not a multiple of 16"):
+        trainer_of(*BIGNET, "precision=bf16", "precision.then=nvfp4", "precision.until=2")
