@@ -39,11 +39,7 @@ TOO_HIGH = 4.0
 class RangeOptions(Overriding):
     """Options of scripts/lr_range.py."""
 
-    fixed = (
-        ONE_PROCESS
-        | dict.fromkeys(("optimizer.lr", "schedule", "resume", "epochs"), "the test sets it itself")
-        | dict.fromkeys(("precision.then", "precision.until"), "a test is of one format")
-    )
+    fixed = ONE_PROCESS | dict.fromkeys(("optimizer.lr", "schedule", "resume", "epochs"), "the test sets it itself")
 
     min: float = 1e-7
     max: float = 10.0
@@ -72,6 +68,7 @@ def main(arguments: list[str]) -> int:
         label: compose(overrides) for label, overrides in combinations([*overrides, f"steps={options.steps}"]).items()
     }
     for config in configs.values():
+        config.precision.check_single("a test is of one format")
         plan_of(config, detect(config.device))  # mistakes before any work
     first = next(iter(configs.values()))
     hardware = detect(first.device)

@@ -303,11 +303,12 @@ def _change(config: Config, steps: int, recorded: Mapping[str, Any]) -> tuple[Pr
     """
     precision, key = config.precision, "precision.until"
     until, before = precision.until, recorded.get(key)
-    if isinstance(until, float) and before is not None and config.resume != SAME:  # that one has the very options
+    share = isinstance(until, float)
+    if share and before is not None and config.resume != SAME:  # else the run has as many steps, or is another one
         return replace(precision, until=before), [Decision(key, before, KEPT)]
-    if until is None or before is not None:
+    if until is None or (before is not None and not share):
         return precision, []
-    step = round(Fraction(str(until)) * steps) if isinstance(until, float) else until
+    step = round(Fraction(str(until)) * steps) if share else until
     if not 0 < step < steps:
         left = f"precision={precision.mode}" if step < 1 else f"precision.then={precision.then}"
         problem = f"{key}={until} leaves no step to {left}, of steps={steps}"

@@ -324,6 +324,12 @@ class Precision:
         }
         scaled.convert(model, numbers, products)
 
+    def check_single(self, why: str) -> None:
+        """Refuse a change, by a UserError that says ``why`` it has no effect."""
+        if self.then is not None:
+            problem, change = f"precision.then={self.then} has no effect: {why}", "precision.then precision.until"
+            raise UserError(problem, "", mistake=change)
+
     @property
     def modes(self) -> tuple[str, ...]:
         """The modes of a run, in their order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from evidence.doctor.step import step_of
+from inference.load import open_exported
+from inference.run_config import configure
 from mantissa.formats import FORMATS, FP32
 from mantissa.step.flags import flags_of
 from mantissa.watch.setup import fp32_flags
@@ -162,10 +165,29 @@ def test_a_run_marks_the_change_and_its_weights_know_it(tmp_path: Path, capsys: 
     facts = read_json(tmp_path / "it" / "best" / "precision.json")
     step = summary["best"]["step"]
     assert facts == {"precision": "nvfp4", "then": "bf16", "until": UNTIL, "step": step}
+    # They are used in the format that they were evaluated in, unless another one is typed.
+    best, modes = tmp_path / "it" / "best" / "precision.json", []
+    for at in (step, UNTIL):
+        best.write_text(json.dumps(facts | {"step": at}))
+        for typed in ([], ["precision=fp32"]):
+            exported = open_exported("it", tmp_path / "it")
+            modes.append(configure(exported, [*typed, "device=cpu"]).config.precision.mode)
+    assert modes == ["bf16", "fp32", "nvfp4", "fp32"]
     # Resumed after the change, the record still has both.
     again = train(compose(*WHOLE, *change, "steps=8", "resume=auto", f"output_dir={tmp_path}")).summary
     assert (again["step"], again["precision_until"]) == (8, UNTIL)
     assert read_json(tmp_path / "it" / "precision.json")["requested"]["mode"] == "nvfp4"
+
+
+def test_the_best_weights_end_a_run_in_their_own_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which the test data is evaluated, and a sample is written."""
+    monkeypatch.setattr(Trainer, "evaluate", lambda trainer, *_: {"loss": float(trainer.step), "perplexity": 1.0})
+    change = ("precision=nvfp4", "precision.then=bf16", f"precision.until={UNTIL}", f"output_dir={tmp_path}")
+    ended = train(compose(*WHOLE, *change))
+    assert ended.summary["best"]["step"] == 1
+    assert ended.run is not None
+    assert len(converted(ended.run.trainer.model)) == 16
+    assert ended.run.trainer.precision.mode == "nvfp4"
 
 
 class Poisoned(Run):
