@@ -24,6 +24,8 @@ PROJECT = Path(__file__).resolve().parents[1]
 CHECKPOINTS = "checkpoints"
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
+MODE_PREFIX = "precision/"
+"""Of a metric that is 1 at the first step in the mode that it names: ``precision.then``."""
 SUMMARY_FILE = "summary.json"
 PRECISION_FILE = "precision.json"
 TRACKING_FILE = "tracking.json"

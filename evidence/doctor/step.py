@@ -146,7 +146,9 @@ class TrainerStep(Step):
 
 def step_of(trainer: Trainer, folder: Path | None = None) -> TrainerStep:
     """Copy what the next step of a trainer starts from; ``folder`` is that of its run."""
-    config, settled, hardware, datasets = trainer.config, trainer.plan, trainer.hardware, trainer.datasets
+    trainer.enter(trainer.next_precision)
+    config = replace(trainer.config, precision=trainer.precision)
+    settled, hardware, datasets = trainer.plan, trainer.hardware, trainer.datasets
     format, order = config.precision.format, trainer.order
     # Data may draw from the generators, before the step does.
     (microbatches,) = config.loader.steps(datasets.train, order, settled.batching, trainer.step, 1, hardware=hardware)

@@ -66,9 +66,9 @@ class Precision:
     gradients: str | None = None
     """``bf16``: the two matmuls of a scaled layer's backward pass are in bf16; null: in the layer's own format."""
     then: str | None = None
-    """The mode from step ``until`` on."""
+    """Another mode with fp32 weights, for all steps after ``until``; null: there is none."""
     until: int | float | None = None
-    """Steps in the first mode, or their share of all steps: ``0.8``."""
+    """The last step in the first mode; below 1, a share of the run's steps, such as ``0.8``."""
     fp8_scaling: str | None = None
     """Scales of fp8: ``tensorwise``, or ``rowwise`` (one per row: more accurate, slower); null: tensorwise."""
     fp32_ops: list[str] | None = None
@@ -81,8 +81,10 @@ class Precision:
         check_choice("precision", self.mode, FORMATS)
         check_choice("precision.kernels", self.kernels, kernels.KERNELS)
         self._check_names()
+        self._check_change()
+        halves = any(FORMATS[mode].half for mode in self.modes)
         for key, default in (("modules", "{}"), ("fp32_ops", "null"), ("kernels", kernels.AUTO)):
-            if self.half is None and getattr(self, key) not in (None, {}, kernels.AUTO):
+            if not halves and getattr(self, key) not in (None, {}, kernels.AUTO):
                 raise UserError(
                     f"precision.{key} has no effect with precision={self.mode}, which has no 16-bit dtype",
                     shlex.quote(f"precision.{key}={default}"),
@@ -117,7 +119,7 @@ class Precision:
 
     def _check_modules(self) -> None:
         """Check the formats of modules, and of gradients, beside that of the run."""
-        for mode in filter(None, (self.mode, self.then)):
+        for mode in self.modes:
             others = {name: each for name, each in self.modules.items() if each != FP32.name}
             if others and FORMATS[mode].half and mode not in _BY_MODULE:
                 pattern, other = next(iter(others.items()))
@@ -139,6 +141,33 @@ class Precision:
                     "",
                     mistake="precision.gradients",
                 )
+
+    def _check_change(self) -> None:
+        """Check ``then`` and ``until``."""
+        change, typed = "precision.then precision.until", f"precision.then={self.then}"
+        if self.then is None:
+            if self.until is not None:
+                problem = f"precision.until={self.until} has no effect without precision.then, the mode after that step"
+                raise UserError(problem, "", mistake="precision.until")
+            return
+        check_choice("precision.then", self.then, FORMATS)
+        if self.then == self.mode:
+            raise UserError(f"{typed} is the mode that the run begins in: nothing would change", "", mistake=change)
+        for key, mode in (("precision", self.mode), ("precision.then", self.then)):
+            if FORMATS[mode].half_weights is not None:
+                raise UserError(
+                    f"{key}={mode} holds weights in 16 bits; a run changes between modes with fp32 weights only",
+                    f"{key}={FORMATS[mode].number.name}",
+                    "",
+                    mistake=change,
+                )
+        if self.until is None:
+            raise UserError(f"{typed} needs precision.until, the last step before it", "precision.until=0.8")
+        if not (self.until >= 1 if isinstance(self.until, int) else 0 < self.until < 1):
+            problem = (
+                f"precision.until={self.until} must be the number of a step, or a share of all steps between 0 and 1"
+            )
+            raise UserError(problem, "precision.until=0.8")
 
     def check_operators(self) -> None:
         """Check the names in ``fp32_ops``.
@@ -235,7 +264,7 @@ class Precision:
     @property
     def formats(self) -> tuple[str, ...]:
         """The modes in use: the run's, that after ``until``, and those of modules."""
-        return tuple(dict.fromkeys([self.mode, *filter(None, [self.then]), *self.modules.values()]))
+        return tuple(dict.fromkeys([*self.modes, *self.modules.values()]))
 
     @property
     def scaled(self) -> list[str]:
@@ -293,8 +322,19 @@ class Precision:
             UserError: see ``keep_fp32`` and ``convert_layers``; or such a submodule shares a weight with one in 16
                 bits; or no weight is left for 16 bits.
         """
-        kept = self.keep_fp32(model, device, fp32_of(model) if self.half is not None else ())
-        self.convert_layers(model, device, blocks_of(model), kept)
+        # Islands are the same in all modes of a run: in fp32 they change nothing.
+        halves = any(FORMATS[mode].half for mode in self.modes)
+        kept = self.keep_fp32(model, device, fp32_of(model) if halves else ())
+        for phase in reversed(self.phases):  # a later one, too, so that it is refused here
+            try:
+                phase.convert_layers(model, device, blocks_of(model), kept)
+            except UserError as error:
+                if phase.mode == self.mode:
+                    raise
+                remedies = [each for each in error.remedies if not each.startswith("precision=")]
+                change = "" if remedies else "precision.then precision.until"
+                problem = error.problem.replace("precision=", "precision.then=", 1)
+                raise UserError(problem, *(remedies or [""]), mistake=change) from error
         dtype = self.format.half_weights
         if dtype is None:
             return kept
@@ -450,8 +490,8 @@ class Precision:
         return typed(_MODULES, {name: mode for name, mode in self.modules.items() if name != pattern})
 
     def in_mode(self, mode: str) -> Precision:
-        """Return this precision in another mode, without the options that have no effect there."""
-        if mode == self.mode:
+        """Return this precision in one mode alone, without the options that have no effect in it."""
+        if mode == self.mode and self.then is None:
             return self
         half, allowed = FORMATS[mode].half, _BY_MODULE if mode in _BY_MODULE else (FP32.name,)
         modules = {name: each for name, each in self.modules.items() if half and each in allowed}
@@ -474,11 +514,25 @@ class Precision:
         more = [name for name in patterns if others.get(name) != FP32.name]  # they come last, and decide
         return {name: mode for name, mode in others.items() if name not in more} | dict.fromkeys(more, FP32.name)
 
+    def check_single(self, why: str) -> None:
+        """Refuse a change, by a UserError that says ``why`` it has no effect."""
+        if self.then is not None:
+            problem, change = f"precision.then={self.then} has no effect: {why}", "precision.then precision.until"
+            raise UserError(problem, "", mistake=change)
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The modes of a run, in their order."""
+        return (self.mode,) if self.then is None else (self.mode, self.then)
+
+    @property
+    def phases(self) -> tuple[Precision, ...]:
+        """The precision of each mode of a run by itself, without the options that have no effect in it."""
+        return tuple(map(self.in_mode, self.modes))
+
     def at(self, step: int) -> Precision:
         """Return the precision of optimizer step ``step``, counted from 1, once ``until`` is a step."""
-        if self.then is None or self.until is None or step <= self.until:
-            return self
-        return replace(self, mode=self.then, then=None, until=None)
+        return self.phases[0 if self.until is None or step <= self.until else 1]
 
 
 def automatic(hardware: Hardware) -> tuple[str, str]:

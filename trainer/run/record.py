@@ -49,14 +49,15 @@ def write_config(folder: RunFolder, config: Config) -> dict[str, Any]:
 
 
 def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:
-    """Return the content of precision.json, and what turns the run's throughput into MFU."""
-    config, precision, hardware = trainer.config, trainer.config.precision, trainer.hardware
+    """Return the content of precision.json for the format in force, and what turns the run's throughput into MFU."""
+    config, precision, hardware = trainer.config, trainer.precision, trainer.hardware
     name = precision.format.number.name
 
     # What was set in this process, and what became of the model's weights.
     manifest = manifest_of(precision, hardware, trainer.fp32_modules)
     effective = manifest["effective"]
-    formats = ["fp32", name] + [hardware.half.name] * hardware.kind.nvidia  # of which a run in fp32 is told
+    formats = ["fp32", name, *(each.format.number.name for each in config.precision.phases)]
+    formats += [hardware.half.name] * hardware.kind.nvidia  # of which a run in fp32 is told
     rates = partial(matmul_rates, hardware, tuple(dict.fromkeys(formats)))
     effective["matmul_tflops"] = trainer.world.run_on_main(rates)
     effective |= dtypes_in_use(trainer.model, trainer.optimizer)
