@@ -24,6 +24,8 @@ PROJECT = Path(__file__).resolve().parents[1]
 CHECKPOINTS = "checkpoints"
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
+LAYERS = "layers/"
+"""Of the metrics of single layers, too many for MLflow, which gets a plot of them."""
 SUMMARY_FILE = "summary.json"
 PRECISION_FILE = "precision.json"
 TRACKING_FILE = "tracking.json"

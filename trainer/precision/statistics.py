@@ -18,11 +18,11 @@ OPERANDS = ("input", "weight", "dgrad", "wgrad")
 """The factors of the matmul of the forward pass, and the gradient of its result, as the matmul of the input's gradient
 (dgrad) multiplies it, and that of the weight's gradient (wgrad)."""
 INPUT, WEIGHT, DGRAD, WGRAD = range(len(OPERANDS))
-NAMES = ("sqnr_db", "flushed", "saturated", "amax")
+SQNR, FLUSHED, SATURATED, AMAX = "sqnr_db", "flushed", "saturated", "amax"
 """Signal to quantisation noise in dB, 20 log10(‖x‖ / ‖x − rounded x‖), as torchao's ``compute_error``; the shares of
 the elements that are not 0 which are rounded to 0, and which are larger than the largest number of the format at their
 scale; the largest size of an element."""
-SAMPLE = 65536
+SAMPLE = 16384
 """Elements of an operand that are measured in a microbatch: whole rows, as many as are no more than that, but at least
 those of one block. The largest size is that of all."""
 _NONZERO, _FLUSHED, _SATURATED, _SIGNAL, _NOISE, _AMAX = range(6)
@@ -68,9 +68,9 @@ def add(table: Tensor, operand: int, peak: Tensor, sample: Tensor, rounded: Tens
         largest: the largest number of the format at the scale of each element of the sample, which it broadcasts to.
     """
     row, sizes = table[operand], sample.abs()
-    nonzero = sample != 0
-    counts = nonzero.sum(), (nonzero & (rounded == 0)).sum(), (sizes > largest * (1 + _UNIT)).sum()
-    row[:_SIGNAL] += torch.stack(counts)
+    flushed = (sizes != 0).logical_and_(rounded == 0)
+    counts = map(torch.count_nonzero, (sizes, flushed, sizes > largest * (1 + _UNIT)))
+    row[:_SIGNAL] += torch.stack([*counts])
     # Squares of small gradients would underflow.
     unit = sizes.amax()
     unit = torch.where(unit == 0, 1, unit)
@@ -95,10 +95,10 @@ def measured(names: list[str], sums: Tensor, peaks: Tensor) -> Iterator[tuple[st
             if not row[_NONZERO] or not math.isfinite(size):
                 continue
             if row[_NOISE]:
-                yield "sqnr_db", operand, layer, 10 * math.log10(row[_SIGNAL] / row[_NOISE])
-            yield "flushed", operand, layer, row[_FLUSHED] / row[_NONZERO]
-            yield "saturated", operand, layer, row[_SATURATED] / row[_NONZERO]
-            yield "amax", operand, layer, size
+                yield SQNR, operand, layer, 10 * math.log10(row[_SIGNAL] / row[_NOISE])
+            yield FLUSHED, operand, layer, row[_FLUSHED] / row[_NONZERO]
+            yield SATURATED, operand, layer, row[_SATURATED] / row[_NONZERO]
+            yield AMAX, operand, layer, size
 
 
 def split(tables: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from mantissa.display import dtype_name, listed
 from mantissa.formats import FP16
 from mantissa.step.updates import Counts, UpdateMeter, is_elementwise, ratio
 from trainer.errors import UserError, check_number
+from trainer.files import LAYERS
 from trainer.optim.optimizer import Optimizer
 from trainer.optim.update import Update
 from trainer.parallel.world import World
@@ -24,7 +25,6 @@ log = logging.getLogger("mantissa")
 
 _WORST = 5
 """Parameters whose lost updates are logged one by one."""
-_LOWEST_IS_WORST = ("sqnr_db",)
 
 
 class DiagnosticsSession:
@@ -142,8 +142,8 @@ class ScaledMeter:
             for name, operand, layer, value in statistics.measured(
                 [*self._layers], self._world.all_reduce_sum(sums), peaks
             ):
-                layers[f"layers/{name}/{operand}/{layer}"] = float(f"{value:.6g}")
-                key, worse = f"numerics/{name}/{operand}", min if name in _LOWEST_IS_WORST else max
+                layers[f"{LAYERS}{name}/{operand}/{layer}"] = float(f"{value:.6g}")
+                key, worse = f"numerics/{name}/{operand}", min if name == statistics.SQNR else max
                 worst[key] = worse(worst.get(key, value), value)
             yield step, worst | layers
 
