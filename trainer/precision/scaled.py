@@ -160,9 +160,7 @@ class _Observed(torch.autograd.Function):
 
 
 @torch.library.custom_op("mantissa::observe_torchao", mutates_args=["table"])
-def _observe(
-    values: Tensor, dtype: torch.dtype, block: int, powers_of_two: bool, table: Tensor, operand: int
-) -> None:
+def _observe(values: Tensor, dtype: torch.dtype, block: int, powers_of_two: bool, table: Tensor, operand: int) -> None:
     """Add the statistics of an operand to a table, rounded by torchao's functions along its rows."""
     peak, sample = amax(values), sampled(values).float().contiguous()
     if block in (_TENSOR, _ROW):
@@ -227,6 +225,6 @@ def _forward(plain: Callable[[Tensor], Tensor], product: Product, number: Number
         more = -count % multiple * torch.is_grad_enabled() if count else multiple
         if more:
             rows = F.pad(rows, (0, 0, 0, more))
-        table = layer.statistics if torch.is_grad_enabled() else None
-        y = (product(rows, weight) if table is None else product(rows, weight, table))[:count].reshape(*x.shape[:-1], len(weight))
+        tables = () if layer.statistics is None or not torch.is_grad_enabled() else (layer.statistics,)
+        y = product(rows, weight, *tables)[:count].reshape(*x.shape[:-1], len(weight))
         return y if layer.bias is None else y + layer.bias.to(y.dtype)

@@ -1,8 +1,8 @@
 """Statistics of what scaled layers multiply: what their formats flush to zero and saturate, and the noise they add.
 
 A layer that is measured has a table, fp32 on its device: a row for each of ``OPERANDS``, in the columns below, added up
-over the microbatches of a step. Formats tell it of an operand by ``add``, from inside of an operator of their own, which
-torch.compile does not look into.
+over the microbatches of a step. A product adds its operands by ``add``, inside of an operator of its own: torch.compile
+does not look into that, and keeps it.
 """
 
 from __future__ import annotations

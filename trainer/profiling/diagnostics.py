@@ -1,4 +1,4 @@
-"""The ``diagnostics`` config group: what rounding does to updates, gradients and scaled layers, logged and warned about."""
+"""The ``diagnostics`` config group: what rounding does to updates, gradients and operands, logged and warned about."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mantissa.display import dtype_name, listed
 from mantissa.formats import FP16
@@ -68,8 +68,9 @@ class Diagnostics:
 
 @dataclass
 class Numerics(Diagnostics):
-    """``diagnostics=numerics``: lost updates, their quality, flushed gradients and the loss scale's headroom, and what
-    scaled formats do to the operands of each layer."""
+    """``diagnostics=numerics``: lost updates, their quality, flushed gradients and the loss scale's headroom; and what
+    scaled formats do to the operands of layers.
+    """
 
     kind: ClassVar[str] = "numerics"
     every: int = 50
