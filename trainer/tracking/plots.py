@@ -95,10 +95,8 @@ def _loss_figure(series: dict[str, Series], title: str) -> Any:
     return figure
 
 
-def _layers_figure(series: dict[str, Series], title: str) -> Any:
-    """Return heat maps of layers × steps: the signal to quantisation noise of each operand."""
-    from matplotlib.figure import Figure
-
+def layer_maps(series: dict[str, Series]) -> tuple[list[str], list[str], np.ndarray, np.ndarray]:
+    """Return operands, layers, steps, and signal to quantisation noise: operands × layers × steps; NaN: none."""
     found = {tuple(name.removeprefix(_SQNR).split("/", 1)): each for name, each in series.items()}
     there, layers = {operand for operand, _ in found}, list(dict.fromkeys(layer for _, layer in found))
     operands = [operand for operand in _OPERANDS if operand in there]
@@ -108,7 +106,14 @@ def _layers_figure(series: dict[str, Series], title: str) -> Any:
     for (operand, layer), (at, values) in found.items():
         shown = np.isin(at, steps)
         maps[operands.index(operand), layers.index(layer), np.searchsorted(steps, at[shown])] = values[shown]
+    return operands, layers, steps, maps
 
+
+def _layers_figure(series: dict[str, Series], title: str) -> Any:
+    """Return heat maps of layers × steps, one of each operand."""
+    from matplotlib.figure import Figure
+
+    operands, layers, steps, maps = layer_maps(series)
     height = min(40, 1.6 + 0.16 * len(layers))
     figure = Figure(figsize=(2.6 + 2.4 * len(operands), height), dpi=120, layout="constrained")
     figure.suptitle(f"{plain(title)}: signal to quantisation noise", x=0.01, ha="left", color=INK, fontsize=12)
