@@ -51,8 +51,9 @@ class Compile:
 
         from mantissa.step.compile import compile_in_place
 
-        # Modules of one class share code, of which torch compiles so many graphs: with gradients and without.
-        config.recompile_limit = max(config.recompile_limit, 2 * len(modules))
+        # Modules of one class share code, of which torch compiles so many graphs: without gradients,
+        # with them, and with their statistics.
+        config.recompile_limit = max(config.recompile_limit, 3 * len(modules))
         # Without CUDA graphs: a replay reuses their memory, which with gradient accumulation still holds the gradients
         # of the first microbatch (pytorch issue 169545).
         for module in modules:

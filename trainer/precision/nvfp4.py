@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.precision import statistics
+
 BLOCK = 16
 _LARGEST, _LARGEST_SCALE = 6.0, 448.0
 _EXPONENT = 0x7F800000
@@ -36,14 +38,11 @@ def quantize(values: Tensor, square: bool = False, stochastic: bool = False) -> 
     Returns:
         Elements times scales of blocks, bf16 of the same shape, exact; and the scale of the tensor, fp32 scalar.
     """
-    rows, columns = values.shape
-    high = BLOCK if square else 1
-    blocks = values.float().view(rows // high, high, columns // BLOCK, BLOCK)
+    blocks = _blocks(values, square)
     largest = blocks.abs().amax((1, 3), keepdim=True)
     whole = largest.amax() / (_LARGEST * _LARGEST_SCALE)
     whole = torch.where(whole == 0, 1, whole)
-    # Where even the tensor's scale is subnormal, its rounding may lift a block's beyond the largest.
-    scales = (largest / _LARGEST / whole).clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn).float()
+    scales = _scales(largest, whole)
     scaled = blocks / torch.where(scales == 0, math.inf, scales * whole)  # 0 where the scale is
     powers = (scaled.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(min=1)  # of two, at most the element
     doubled = scaled.mul_(2).div_(powers)  # elements are whole numbers of half such a power
@@ -53,36 +52,75 @@ def quantize(values: Tensor, square: bool = False, stochastic: bool = False) -> 
     else:
         rounded = doubled.round_()
     elements = rounded.mul_(powers).clamp_(-2 * _LARGEST, 2 * _LARGEST)
-    return elements.mul_(scales / 2).bfloat16().view(rows, columns), whole
+    return elements.mul_(scales / 2).bfloat16().view(values.shape), whole
+
+
+def _blocks(values: Tensor, square: bool) -> Tensor:
+    """Return a matrix as rows of blocks × rows in a block × columns of blocks × columns in a block, fp32."""
+    (rows, columns), high = values.shape, BLOCK if square else 1
+    return values.float().view(rows // high, high, columns // BLOCK, BLOCK)
+
+
+def _scales(largest: Tensor, whole: Tensor) -> Tensor:
+    """Return the scales of blocks, fp32, of the largest size in each and the scale of the tensor."""
+    # Where even the tensor's scale is subnormal, its rounding may lift a block's beyond the largest.
+    return (largest / _LARGEST / whole).clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn).float()
 
 
 class _Product(torch.autograd.Function):
     """The three matmuls of a linear layer."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        rounded = quantize(weight, square=True)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, table: Tensor | None) -> Tensor:
+        rounded, factor = quantize(weight, square=True), quantize(x)
+        if table is not None:
+            _observe(x, *factor, False, table, statistics.INPUT)
+            _observe(weight, *rounded, True, table, statistics.WEIGHT)
+        ctx.table = table
         ctx.save_for_backward(x, *rounded)
-        return _matmul(quantize(x), rounded)
+        return _matmul(factor, rounded)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        (gradient,), (x, weight, scale) = upstream, ctx.saved_tensors
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), (x, weight, scale), table = upstream, ctx.saved_tensors, ctx.table
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_x = _matmul(quantize(gradient, stochastic=True), (weight.t(), scale))
+            factor = quantize(gradient, stochastic=True)
+            if table is not None:
+                _observe(gradient, *factor, False, table, statistics.DGRAD)
+            of_x = _matmul(factor, (weight.t(), scale))
         if ctx.needs_input_grad[1]:
-            of_weight = _matmul(quantize(_transformed(gradient), stochastic=True), quantize(_transformed(x)))
-        return of_x, of_weight
+            turned = _transformed(gradient)
+            factor = quantize(turned, stochastic=True)
+            if table is not None:
+                _observe(turned, *factor, False, table, statistics.WGRAD)
+            of_weight = _matmul(factor, quantize(_transformed(x)))
+        return of_x, of_weight, None
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
+def product(x: Tensor, weight: Tensor, table: Tensor | None = None) -> Tensor:
     """Return ``x`` (rows × in, bf16) times the transpose of ``weight`` (out × in), rows × out, bf16.
 
     The sides of the weight are multiples of 16, and so is the number of rows where gradients are computed.
+
+    Args:
+        x: the inputs.
+        weight: may be fp32.
+        table: gets the ``statistics`` of both and of the gradients; None: nothing is measured.
     """
-    result: Tensor = _Product.apply(x, weight)
+    result: Tensor = _Product.apply(x, weight, table)
     return result
+
+
+@torch.library.custom_op("mantissa::observe_nvfp4", mutates_args=["table"])
+def _observe(values: Tensor, elements: Tensor, whole: Tensor, square: bool, table: Tensor, operand: int) -> None:
+    """Add the statistics of an operand to a table, of the very elements that are multiplied."""
+    high = BLOCK if square else 1
+    sample = statistics.sampled(values, high).float()
+    blocks = _blocks(sample, square)
+    largest = (_scales(blocks.abs().amax((1, 3), keepdim=True), whole) * whole * _LARGEST).expand_as(blocks)
+    rounded = statistics.sampled(elements, high).float() * whole
+    statistics.add(table, operand, statistics.amax(values), sample, rounded, largest.reshape(sample.shape))
 
 
 def _matmul(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:

@@ -23,9 +23,11 @@ from mantissa.formats import BF16, FORMATS, FP8, MXFP8, NVFP4, Number, scaled_nu
 from trainer.errors import UserError, first_line
 from trainer.hardware import NATIVE, detect
 from trainer.precision import nvfp4
+from trainer.precision.statistics import DGRAD, INPUT, OPERANDS, WEIGHT, WGRAD, add, amax, sampled
 
-Product = Callable[[Tensor, Tensor], Tensor]
-"""Of inputs (rows × in, bf16) and a weight (out × in): the outputs (rows × out, bf16), with gradients."""
+Product = Callable[..., Tensor]
+"""Of inputs (rows × in, bf16) and a weight (out × in): the outputs (rows × out, bf16), with gradients. A third argument
+is the table that gets their ``statistics``."""
 
 
 def layers_of(
@@ -88,6 +90,7 @@ def convert(model: nn.Module, numbers: Mapping[str, Number], products: Mapping[N
     for name, number in numbers.items():
         layer: Any = model.get_submodule(name)
         layer.forward = partial(_forward, layer.forward, products[number], number)
+        layer.statistics = vars(layer).get("statistics")
 
 
 def product_of(number: Number, scaling: str, gradients: str | None, device: torch.device) -> Product:
@@ -131,7 +134,18 @@ def _fp8(scaling: str, native: bool) -> Product:
 
     config = replace(Float8LinearConfig.from_recipe_name(scaling), emulate=not native)
     matmuls = Float8Linear(16, 16, bias=False, config=config, device="meta").linear_mm_config
-    return lambda x, weight: matmul_with_hp_or_float8_args.apply(x, weight.t(), matmuls, config)
+    casts = (
+        *(config.cast_config_input, config.cast_config_weight),
+        *(config.cast_config_grad_output, config.cast_config_grad_output_for_grad_weight),
+    )
+    block = _ROW if scaling == "rowwise" else _TENSOR
+    formats = tuple((cast.target_dtype, block, config.round_scales_to_power_of_2) for cast in casts)
+
+    def fp8(x: Tensor, weight: Tensor, table: Tensor | None = None) -> Tensor:
+        y = matmul_with_hp_or_float8_args.apply(x, weight.t(), matmuls, config)
+        return y if table is None else _Observed.apply(y, x, weight, table, formats)
+
+    return fp8
 
 
 def _mxfp8(scaling: str, native: bool) -> Product:
@@ -146,12 +160,55 @@ def _mxfp8(scaling: str, native: bool) -> Product:
         raise UserError(f"{problem} ({first_line(error)}); install another torchao", "precision=fp8") from error
 
     kernel = KernelPreference.AUTO if native else KernelPreference.EMULATED
+    formats = ((torch.float8_e4m3fn, ARITHMETIC[MXFP8].multiple, True),) * len(OPERANDS)
 
-    def mxfp8(x: Tensor, weight: Tensor) -> Tensor:
+    def mxfp8(x: Tensor, weight: Tensor, table: Tensor | None = None) -> Tensor:
         operands = x.contiguous(), weight.to(x.dtype).contiguous()
-        return _to_mxfp8_then_scaled_mm(*operands, kernel, ScaleCalculationMode.RCEIL)
+        y = _to_mxfp8_then_scaled_mm(*operands, kernel, ScaleCalculationMode.RCEIL)
+        return y if table is None else _Observed.apply(y, *operands, table, formats)
 
     return mxfp8
+
+
+_TENSOR, _ROW = 0, 1
+"""How many numbers share a scale of torchao's: those of a tensor, those of a row, else so many as lie in a block."""
+
+
+class _Observed(torch.autograd.Function):
+    """The result of a product of torchao's, whose operands are rounded once more where they are measured."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, weight: Tensor, table: Tensor, formats: Any) -> Tensor:
+        _observe(x, *formats[INPUT], table, INPUT)
+        _observe(weight, *formats[WEIGHT], table, WEIGHT)
+        ctx.table, ctx.formats = table, formats
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = upstream
+        _observe(gradient, *ctx.formats[DGRAD], ctx.table, DGRAD)
+        _observe(gradient.t(), *ctx.formats[WGRAD], ctx.table, WGRAD)
+        return gradient, None, None, None, None
+
+
+@torch.library.custom_op("mantissa::observe_torchao", mutates_args=["table"])
+def _observe(values: Tensor, dtype: torch.dtype, block: int, powers_of_two: bool, table: Tensor, operand: int) -> None:
+    """Add the statistics of an operand to a table, rounded by torchao's functions along its rows."""
+    peak, sample = amax(values), sampled(values).float().contiguous()
+    if block in (_TENSOR, _ROW):
+        from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
+
+        shared = peak if block == _TENSOR else sample.abs().amax(1, keepdim=True)
+        scale = amax_to_scale(shared, dtype, powers_of_two)
+        elements, unit = to_fp8_saturated(sample * scale, dtype), 1 / scale
+    else:
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.prototype.mx_formats.mx_tensor import get_fp_scale, to_mx
+
+        scale, elements = to_mx(sample, dtype, block, ScaleCalculationMode.RCEIL)
+        unit = get_fp_scale(scale).repeat_interleave(block, -1)
+    add(table, operand, peak, sample, elements.float() * unit, torch.finfo(dtype).max * unit)
 
 
 class Arithmetic(NamedTuple):
@@ -179,6 +236,11 @@ def converted(model: nn.Module) -> dict[str, str]:
     return {name: number.name for name, number in numbers.items() if number}
 
 
+def linear_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the layers that may multiply so, by name."""
+    return {name: module for name, module in model.named_modules() if _is_linear(module)}
+
+
 def _is_linear(module: nn.Module) -> bool:
     """Return whether it is a linear layer; transformers' Conv1D is one, whose weight is in × out."""
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
@@ -197,5 +259,6 @@ def _forward(plain: Callable[[Tensor], Tensor], product: Product, number: Number
         more = -count % multiple * torch.is_grad_enabled() if count else multiple
         if more:
             rows = F.pad(rows, (0, 0, 0, more))
-        y = product(rows, weight)[:count].reshape(*x.shape[:-1], len(weight))
+        tables = () if layer.statistics is None or not torch.is_grad_enabled() else (layer.statistics,)
+        y = product(rows, weight, *tables)[:count].reshape(*x.shape[:-1], len(weight))
         return y if layer.bias is None else y + layer.bias.to(y.dtype)

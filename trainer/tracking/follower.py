@@ -23,6 +23,7 @@ from trainer.files import (
     BEST,
     CHECKPOINTS,
     CONFIG_FILE,
+    LAYERS,
     METRICS_FILE,
     PRECISION_FILE,
     RUN_FILE,
@@ -274,7 +275,7 @@ class Follower(threading.Thread):
         from mlflow.entities import Metric
 
         lines = list(lines)
-        for name in {name for line in lines for name in line} - self._renamed:
+        for name in {name for line in lines for name in line if not name.startswith(LAYERS)} - self._renamed:
             if valid_key(name) != name:
                 self._renamed.add(name)
                 log.warning("MLflow takes no metric named %s; there it is %s.", name, key_of(name))
@@ -284,7 +285,7 @@ class Follower(threading.Thread):
             Metric(key, float(value), int(line["time"] * 1000), line["step"])
             for line in lines
             for name, value in line.items()
-            if name not in ("step", "time") and value is not None
+            if name not in ("step", "time") and value is not None and not name.startswith(LAYERS)
             if line["step"] > self._stored.get(key := key_of(name), -1)
         ]
         if metrics:

@@ -21,7 +21,7 @@ from trainer.config.compose import compose
 from trainer.errors import UserError, first_line, redacted
 from trainer.tracking.follower import Follower
 from trainer.tracking.log import MetricLog
-from trainer.tracking.plots import _training_curve, plot_run, read_series
+from trainer.tracking.plots import COLUMNS, _training_curve, layer_maps, plot_run, read_series
 from trainer.tracking.store import curve_key, database_file, tracking_uri, valid_key
 from trainer.tracking.tracked_run import TrackedRun
 
@@ -83,6 +83,29 @@ def test_a_line_that_is_still_being_written_is_sent_when_it_is_whole(tmp_path: P
             file.write(written)
         follower._send_metrics(client, "id")  # type: ignore[arg-type]
         assert sent == steps
+
+
+def test_metrics_of_layers_are_drawn_and_not_sent(tmp_path: Path) -> None:
+    lines = [
+        {"step": step, "time": 0.0, "numerics/sqnr_db/input": 1.0}
+        | {f"layers/sqnr_db/{operand}/h.{layer}": float(step + layer) for layer in (0, 10) for operand in operands}
+        for step, operands in ((2, ("input", "dgrad")), *((step, ("input",)) for step in range(4, 999)))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    sent: set[str] = set()
+    client = SimpleNamespace(log_batch=lambda run_id, metrics, **_: sent.update(metric.key for metric in metrics))
+    Follower(tmp_path, "sqlite:///", TrackedRun("e", "r", {}, {}))._send_metrics(client, "id")  # type: ignore[arg-type]
+    assert sent == {"numerics/sqnr_db/input"}
+
+    plot_run(tmp_path)
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"layers.png"}
+    series = {name: each for name, each in read_series(tmp_path / "metrics.jsonl").items() if "layers" in name}
+    operands, layers, steps, maps = layer_maps(series)
+    assert (operands, layers) == (["input", "dgrad"], ["h.0", "h.10"])
+    assert (steps[0], steps[-1], len(steps)) == (2, 998, COLUMNS)
+    assert np.array_equal(maps[0], steps + np.array([[0.0], [10.0]]))
+    assert maps[1, :, 0].tolist() == [2.0, 12.0]
+    assert np.isnan(maps[1, :, 1:]).all()
 
 
 @pytest.mark.parametrize("lines", [0, 2])
