@@ -1,0 +1,172 @@
+"""The command line of scripts/diff.py: what differs between two runs, and from which step on."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from evidence.diff.logs import LARGE, SUFFIXES, Compared, Difference, Log, compare, read_log, shown_step
+from evidence.diff.replay import parting
+from evidence.diff.runs import Before, Kept, before, kept
+from mantissa.display import columns, counted, listed, shortened
+from trainer.config.options import parse
+from trainer.errors import UserError
+from trainer.files import METRICS_FILE
+from trainer.run_folder import RunFolder, is_in_mlflow
+
+_SHOWN = 8
+"""Metrics of a step, of which the first are shown."""
+
+
+@dataclass
+class DiffOptions:
+    """Options of scripts/diff.py."""
+
+    a: str = ""
+    b: str = ""
+    step: str = ""
+    replay: bool = True
+
+
+def main(arguments: list[str]) -> int:
+    """Compare two runs, or two logs; return 0 where they are equal, 1 where they differ."""
+    options, paths = parse(arguments, DiffOptions, "paths")
+    left = iter(paths)
+    given = {key: typed or next(left, "") for key, typed in (("a", options.a), ("b", options.b))}
+    if not all(given.values()) or next(left, None):
+        number = len(paths) + bool(options.a) + bool(options.b)
+        raise UserError(f"{counted(number, 'run')} given; give two: python scripts/diff.py outputs/a outputs/b")
+    sides = {key: _opened(key, path) for key, path in given.items()}
+    a, b = sides.values()
+    if isinstance(a, RunFolder) and isinstance(b, RunFolder):
+        return _of_runs(a, b, options)
+    for key, side in sides.items():
+        if isinstance(side, RunFolder):
+            log = shlex.quote(f"{key}={side.path / METRICS_FILE}")
+            raise UserError(f"{key} is a run folder, and the other one a file", log, mistake=shlex.quote(given[key]))
+    assert isinstance(a, Path)
+    assert isinstance(b, Path)
+    _head(a, b)
+    logs = read_log(a, options.step), read_log(b, options.step)
+    compared = compare(*logs)
+    differ = _print_logs(*logs, compared)
+    if not differ:
+        print(f"equal: {_in_words(compared)}")
+    return int(differ)
+
+
+def _of_runs(a: RunFolder, b: RunFolder, options: DiffOptions) -> int:
+    """Compare two runs: before their first step, in their logs, and where these differ in a replay."""
+    _head(a.path, b.path)
+    found = before(a, b)
+    _print_before(found)
+    logs = read_log(a.path / METRICS_FILE), read_log(b.path / METRICS_FILE)
+    compared = compare(*logs)
+    differ = _print_logs(*logs, compared)
+
+    # Where the logs differ, why; where they do not, whether the weights do.
+    if compared.first is not None:
+        if options.replay:
+            print("building both models and replaying …", file=sys.stderr)
+            replayed = parting(a, b, max(1, int(compared.first[0])))
+            print("\n".join([f"not replayed: {replayed}"] if isinstance(replayed, str) else replayed.lines()))
+        return 1
+    try:
+        weights, why_not = kept(a, b), "the runs kept none of the same step"
+    except UserError as error:
+        weights, why_not = None, str(error)
+    print(_of_weights(weights, why_not))
+    differ |= weights is not None and bool(weights.differing)
+    if not differ:
+        print(_equal(found, compared, weights))
+    return int(differ)
+
+
+def _opened(key: str, given: str) -> RunFolder | Path:
+    """Return the run folder or the file that is given.
+
+    Raises:
+        UserError: it is neither.
+    """
+    path = Path(given).expanduser()
+    if not is_in_mlflow(given) and not path.is_dir() and (path.exists() or path.suffix.lower() in SUFFIXES):
+        if path.suffix.lower() not in SUFFIXES:
+            raise UserError(f"{key}={given} is no log ({', '.join(SUFFIXES)}), and no run folder; give one of these")
+        return path
+    run = RunFolder.open(key, given, "outputs")
+    run.config()
+    return run
+
+
+def _head(a: Path, b: Path) -> None:
+    print(f"a  {a}\nb  {b}\n")
+
+
+def _print_before(found: Before) -> None:
+    if found.rows:
+        print(columns([("before step 1", "a", "b"), *found.rows]))
+    else:
+        print("before step 1: nothing that both record differs")
+    print("\n".join([*found.sentences, *found.unknown]), end="\n\n")
+
+
+def _print_logs(a: Log, b: Log, compared: Compared) -> bool:
+    """Print where two logs differ; return whether they do, or one ends before the other."""
+    ends = [next(reversed(log.points)) for log in (a, b)]
+    ended = ends[0] != ends[1]
+    if compared.first is None:
+        print(f"the logs are equal in {_in_words(compared)}")
+    else:
+        step, differences = compared.first
+        equal = [each for each in compared.steps if each < step]
+        until = f"equal up to step {shown_step(equal[-1])}, " if equal else ""
+        print(f"the logs are {until}{'first ' if equal else ''}different at step {shown_step(step)}")
+        print(_table(step, differences))
+        if compared.large is None:
+            print(f"at no step by more than {LARGE:g} (relative)")
+        elif compared.large[0] == step:
+            print(f"there already by more than {LARGE:g} (relative)")
+        else:
+            print(f"by more than {LARGE:g} (relative) first at step {shown_step(compared.large[0])}")
+            print(_table(*compared.large))
+        print(f"compared: {_in_words(compared)}")
+    if ended:
+        print(f"a ends at step {shown_step(ends[0])}, b at step {shown_step(ends[1])}")
+    if notes := [*a.notes, *b.notes, *compared.notes]:
+        print("\n".join(notes))
+    print()
+    return ended or compared.first is not None
+
+
+def _table(step: float, differences: Sequence[Difference]) -> str:
+    rows = [(f"step {shown_step(step)}", "a", "b", "relative")]
+    rows += [(each.name, repr(each.a), repr(each.b), f"{each.relative:.1e}") for each in differences[:_SHOWN]]
+    more = len(differences) - _SHOWN
+    return columns(rows) + (f"\nand {counted(more, 'metric')} more" if more > 0 else "")
+
+
+def _in_words(compared: Compared) -> str:
+    steps = compared.steps
+    which = f"step {shown_step(steps[0])}" if len(steps) == 1 else f"{shown_step(steps[0])} to {shown_step(steps[-1])}"
+    of = f"{counted(len(steps), 'step')}, {which}"
+    return f"{counted(compared.values, 'value')} of {shortened(compared.names)} at {of}"
+
+
+def _of_weights(weights: Kept | None, why_not: str) -> str:
+    if weights is None:
+        return f"no weights compared: {why_not}"
+    if weights.differing:
+        return f"{weights.what}: {listed(weights.differing, 'tensor')} differ"
+    return f"{weights.what}: equal bit for bit"
+
+
+def _equal(found: Before, compared: Compared, weights: Kept | None) -> str:
+    """Return what may be said of runs of which nothing that was compared differs."""
+    if weights is None:
+        return f"equal: {_in_words(compared)}"
+    if found.rows or found.unknown:
+        return f"equal: {_in_words(compared)}; {weights.what}. Before step 1 they differ, or do not say, see above"
+    return f"equal bit for bit: options, data, machine and versions as recorded; {_in_words(compared)}; {weights.what}"
