@@ -8,15 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evidence.diff.logs import LARGE, SUFFIXES, Compared, Difference, Log, compare, read_log, shown_step
-from evidence.diff.replay import parting
-from evidence.diff.runs import Before, Kept, before, kept
+from evidence.diff.logs import SUFFIXES, Compared, Difference, Log, compare, read_log, shown_step
+from evidence.diff.replay import first_weights, parting
+from evidence.diff.runs import CODE, DATA, Before, before, kept
 from mantissa.display import columns, counted, listed, shortened
 from trainer.config.options import parse
 from trainer.errors import UserError
 from trainer.files import METRICS_FILE
+from trainer.run.step_metrics import STEP_METRICS, last
 from trainer.run_folder import RunFolder, is_in_mlflow
 
+_MEANS = tuple(name for name, metric in STEP_METRICS.items() if metric.combine not in (None, last))
+"""What a run logs of all steps since the line before."""
 _SHOWN = 8
 """Metrics of a step, of which the first are shown."""
 
@@ -53,24 +56,34 @@ def main(arguments: list[str]) -> int:
     logs = read_log(a, options.step), read_log(b, options.step)
     compared = compare(*logs)
     differ = _print_logs(*logs, compared)
-    if not differ:
-        print(f"equal: {_in_words(compared)}")
+    if compared.first is None:
+        print("equal as far as both go" if differ else "equal in all that was compared")
     return int(differ)
 
 
 def _of_runs(a: RunFolder, b: RunFolder, options: DiffOptions) -> int:
     """Compare two runs: before their first step, in their logs, and where these differ in a replay."""
+    if options.step:
+        raise UserError(f"step={options.step} has no effect on runs, whose steps are known", "", mistake="step")
     _head(a.path, b.path)
     found = before(a, b)
     _print_before(found)
+    if found.making and options.replay:
+        print("building both models …", file=sys.stderr)
+        built = first_weights(a, b)
+        if isinstance(built, str):
+            print(f"first weights, built anew: not compared ({built})")
+        else:
+            print("\n".join(built.lines() if built.stage else ["first weights, built anew: equal bit for bit"]))
+    print()
     logs = read_log(a.path / METRICS_FILE), read_log(b.path / METRICS_FILE)
-    compared = compare(*logs)
+    compared = compare(*logs, means=_MEANS)
     differ = _print_logs(*logs, compared)
 
     # Where the logs differ, why; where they do not, whether the weights do.
     if compared.first is not None:
         if options.replay:
-            print("building both models and replaying …", file=sys.stderr)
+            print("building both models, and replaying …", file=sys.stderr)
             replayed = parting(a, b, max(1, int(compared.first[0])))
             print("\n".join([f"not replayed: {replayed}"] if isinstance(replayed, str) else replayed.lines()))
         return 1
@@ -78,10 +91,19 @@ def _of_runs(a: RunFolder, b: RunFolder, options: DiffOptions) -> int:
         weights, why_not = kept(a, b), "the runs kept none of the same step"
     except UserError as error:
         weights, why_not = None, str(error)
-    print(_of_weights(weights, why_not))
-    differ |= weights is not None and bool(weights.differing)
-    if not differ:
-        print(_equal(found, compared, weights))
+    if weights is None:
+        print(f"weights: not compared ({why_not})")
+    elif weights.differing:
+        print(f"{weights.what}: {listed(weights.differing, 'tensor')} differ")
+        return 1
+    else:
+        print(f"{weights.what}: equal bit for bit")
+    if differ:
+        print("equal as far as both go")
+    else:
+        same = {row.group for row in found.rows} | found.unknown.keys() <= {CODE}
+        proven = weights is not None and same
+        print("equal bit for bit" if proven else "equal in all that was compared")
     return int(differ)
 
 
@@ -107,10 +129,17 @@ def _head(a: Path, b: Path) -> None:
 
 def _print_before(found: Before) -> None:
     if found.rows:
-        print(columns([("before step 1", "a", "b"), *found.rows]))
+        print(columns([("before step 1", "a", "b"), *((row.name, row.a, row.b) for row in found.rows)]))
     else:
         print("before step 1: nothing that both record differs")
-    print("\n".join([*found.sentences, *found.unknown]), end="\n\n")
+    for group, sides in found.unknown.items():
+        print(f"{group}: not recorded by {' and '.join(sides)}")
+    known = "seed and batch size" if DATA in found.unknown else "data, seed and batch size"
+    for what, differing, same in (
+        ("samples of each step", found.ordering, known),
+        ("first weights", found.making, "recipe, seed and init_from"),
+    ):
+        print(f"{what}: {f'may be others, by {shortened(differing)}' if differing else f'{same} are the same'}")
 
 
 def _print_logs(a: Log, b: Log, compared: Compared) -> bool:
@@ -126,11 +155,11 @@ def _print_logs(a: Log, b: Log, compared: Compared) -> bool:
         print(f"the logs are {until}{'first ' if equal else ''}different at step {shown_step(step)}")
         print(_table(step, differences))
         if compared.large is None:
-            print(f"at no step by more than {LARGE:g} (relative)")
+            print("at no step by more than 1e-3")
         elif compared.large[0] == step:
-            print(f"there already by more than {LARGE:g} (relative)")
+            print("there already by more than 1e-3")
         else:
-            print(f"by more than {LARGE:g} (relative) first at step {shown_step(compared.large[0])}")
+            print(f"by more than 1e-3 first at step {shown_step(compared.large[0])}")
             print(_table(*compared.large))
         print(f"compared: {_in_words(compared)}")
     if ended:
@@ -142,7 +171,7 @@ def _print_logs(a: Log, b: Log, compared: Compared) -> bool:
 
 
 def _table(step: float, differences: Sequence[Difference]) -> str:
-    rows = [(f"step {shown_step(step)}", "a", "b", "relative")]
+    rows = [(f"step {shown_step(step)}", "a", "b", "relative difference")]
     rows += [(each.name, repr(each.a), repr(each.b), f"{each.relative:.1e}") for each in differences[:_SHOWN]]
     more = len(differences) - _SHOWN
     return columns(rows) + (f"\nand {counted(more, 'metric')} more" if more > 0 else "")
@@ -153,20 +182,3 @@ def _in_words(compared: Compared) -> str:
     which = f"step {shown_step(steps[0])}" if len(steps) == 1 else f"{shown_step(steps[0])} to {shown_step(steps[-1])}"
     of = f"{counted(len(steps), 'step')}, {which}"
     return f"{counted(compared.values, 'value')} of {shortened(compared.names)} at {of}"
-
-
-def _of_weights(weights: Kept | None, why_not: str) -> str:
-    if weights is None:
-        return f"no weights compared: {why_not}"
-    if weights.differing:
-        return f"{weights.what}: {listed(weights.differing, 'tensor')} differ"
-    return f"{weights.what}: equal bit for bit"
-
-
-def _equal(found: Before, compared: Compared, weights: Kept | None) -> str:
-    """Return what may be said of runs of which nothing that was compared differs."""
-    if weights is None:
-        return f"equal: {_in_words(compared)}"
-    if found.rows or found.unknown:
-        return f"equal: {_in_words(compared)}; {weights.what}. Before step 1 they differ, or do not say, see above"
-    return f"equal bit for bit: options, data, machine and versions as recorded; {_in_words(compared)}; {weights.what}"

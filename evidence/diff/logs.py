@@ -7,7 +7,8 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,7 +104,7 @@ def read_log(path: Path, step: str = "") -> Log:
         for name, value in row.items():
             if value is None or name.removesuffix("_nonfinite") in row.keys() - {name}:  # a flag beside its null
                 continue
-            later += name in values and Difference(name, values[name], value).relative > 0
+            later += name in values and not _is_measured(name) and Difference(name, values[name], value).relative > 0
             values[name] = value
     notes = []
     if later:
@@ -113,50 +114,61 @@ def read_log(path: Path, step: str = "") -> Log:
     return Log(column, dict(sorted(points.items())), notes)
 
 
-def compare(a: Log, b: Log) -> Compared:
+def compare(a: Log, b: Log, means: Collection[str] | None = None) -> Compared:
     """Put two logs beside each other: step by step, metric by metric.
+
+    Args:
+        a: the first one.
+        b: the second one.
+        means: metrics that are taken over all steps since the line before, so that they are compared where both logs
+            have the same line before; None: which they are is not known.
 
     Raises:
         UserError: they have no step or no metric in common.
     """
     if (a.counted_by.lower() == EPOCH) != (b.counted_by.lower() == EPOCH):
         raise UserError(f"a counts by {a.counted_by}, and b by {b.counted_by}; give logs that count the same")
-    if not (common := [step for step in a.points if step in b.points]):
+    if not (common := a.points.keys() & b.points):
         raise UserError(f"no step is in both logs: a has {_span(a)}, and b has {_span(b)}; give logs of the same steps")
-    names_a, names_b = ([*dict.fromkeys(name for at in log.points.values() for name in at)] for log in (a, b))
-    both = [name for name in names_a if name in names_b and not _is_measured(name)]
-    if not both:
+    of_a, of_b = _lines_before(a), _lines_before(b)
+    if not (both := [name for name in of_a if name in of_b and not _is_measured(name)]):
         raise UserError(
-            f"the logs have no metric of the training in common: a has {shortened(names_a)}, and b has "
-            f"{shortened(names_b)}; give logs with the same names"
+            f"the logs have no metric of the training in common: a has {shortened([*of_a]) or 'none'}, and b has "
+            f"{shortened([*of_b]) or 'none'}; give logs with the same names"
         )
 
-    # Every value that both have, in the order of the steps.
+    # Every value that both have, in the order of the steps; of means, those over the same steps.
+    shared = {name: of_a[name].keys() & of_b[name] for name in both}
+    uneven = {name: {step for step in shared[name] if of_a[name][step] != of_b[name][step]} for name in both}
+    taken = {name: shared[name] - uneven[name] if name in (means or ()) else shared[name] for name in both}
     pairs = {
-        step: [Difference(name, at[name], b.points[step][name]) for name in both if name in at.keys() & b.points[step]]
+        step: [Difference(name, at[name], b.points[step][name]) for name in both if step in taken[name]]
         for step, at in a.points.items()
         if step in common
     }
-    pairs = {step: values for step, values in pairs.items() if values}
+    if not (pairs := {step: values for step, values in pairs.items() if values}):
+        raise UserError(f"no value of {shortened(both)} is in both logs at the same step; give logs of the same steps")
     differing = {step: [each for each in values if each.relative > 0] for step, values in pairs.items()}
     large = {step: [each for each in values if each.relative > LARGE] for step, values in differing.items()}
-    met = {each.name for values in pairs.values() for each in values}
 
     # What is in one log alone is said, so that "equal" means no more than it does.
     notes = []
-    for which, own, other in (("a", a, names_b), ("b", b, names_a)):
-        if alone := len(own.points) - len(common):
-            notes.append(f"{counted(alone, 'step')} of {which} alone, of {len(own.points):,}: not compared")
-        names = names_a if which == "a" else names_b
-        if extra := [name for name in names if name not in other and not _is_measured(name)]:
-            notes.append(f"only in {which}: {shortened(extra)}")
-    if never := [name for name in both if name not in met]:
-        notes.append(f"at no step in both: {shortened(never)}")
-    if measured := [name for name in names_a if name in names_b and _is_measured(name)]:
+    for which, log, own, other in (("a", a, of_a, of_b), ("b", b, of_b, of_a)):
+        if alone := len(log.points) - len(common):
+            notes.append(f"not compared, only in {which}: {counted(alone, 'step')} of {len(log.points):,}")
+        if extra := [name for name in own if name not in other and not _is_measured(name)]:
+            notes.append(f"not compared, only in {which}: {shortened(extra)}")
+    if never := [name for name in both if not taken[name]]:
+        notes.append(f"not compared, at no step in both: {shortened(never)}")
+    if means is None and any(uneven.values()):
+        notes.append("the logs have other lines between: what is a mean since the line before differs by that alone")
+    elif partly := [name for name in both if means and name in means and uneven[name]]:
+        notes.append(f"compared only where both have the same line before, being means since then: {shortened(partly)}")
+    if measured := [name for name in of_a if name in of_b and _is_measured(name)]:
         notes.append(f"not compared, of the machine: {shortened(measured)}")
     return Compared(
         steps=list(pairs),
-        names=[name for name in both if name in met],
+        names=[name for name in both if taken[name]],
         values=sum(map(len, pairs.values())),
         first=next(((step, values) for step, values in differing.items() if values), None),
         large=next(((step, values) for step, values in large.items() if values), None),
@@ -174,9 +186,19 @@ def _span(log: Log) -> str:
     return f"{shown_step(steps[0])} to {shown_step(steps[-1])}" if steps else "none"
 
 
+def _lines_before(log: Log) -> dict[str, dict[float, float | None]]:
+    """Return the steps that have a value, by the metric's name, each with the one before; None: it is the first."""
+    found: dict[str, dict[float, float | None]] = {}
+    for step, values in log.points.items():
+        for name in values:
+            steps = found.setdefault(name, {})
+            steps[step] = next(reversed(steps), None)
+    return found
+
+
 def _is_measured(name: str) -> bool:
     words = re.sub(r"[^a-z]+", " ", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()).split()
-    return any(_MEASURED.fullmatch(text) for text in (*words, *map(" ".join, zip(words, words[1:], strict=False))))
+    return any(_MEASURED.fullmatch(text) for text in (*words, *map(" ".join, pairwise(words))))
 
 
 def _number(cell: Any) -> float | None:
@@ -201,8 +223,8 @@ def _column_of_steps(path: Path, columns: list[str], numbers: list[str], step: s
     lower = {name.lower(): name for name in reversed(numbers)}
     if (found := next((lower[name] for name in STEPS if name in lower), None)) is None:
         raise UserError(
-            f"{path}: no column of numbers has a name such as step, iteration or epoch ({shortened(columns) or 'none'}); "
-            "name the one that counts steps, step=NAME"
+            f"{path}: no column of numbers is called step, iteration, epoch or the like "
+            f"({shortened(columns) or 'none'}); name the one that counts steps, step=NAME"
         )
     return found
 
@@ -218,6 +240,8 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         if not text.strip():
             raise UserError(f"{path} is empty; give the log of a run that has logged")
         rows = _of_csv(path, text) if path.suffix.lower() == ".csv" else _of_json(path, text)
+    except FileNotFoundError:
+        raise UserError(f"there is no {path}; give the log of a run that has logged") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} cannot be read ({error}); give a log as JSON lines or CSV") from None
     if not rows:
@@ -240,7 +264,9 @@ def _of_json(path: Path, text: str) -> list[dict[str, Any]]:
         try:
             return list(json.loads(text)["log_history"])
         except (ValueError, LookupError, TypeError) as error:
-            raise UserError(f"{path} has no log_history that can be read ({error}); give a trainer_state.json") from None
+            raise UserError(
+                f"{path} has no log_history that can be read ({error}); give a trainer_state.json"
+            ) from None
     lines = text.splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         try:
@@ -250,6 +276,8 @@ def _of_json(path: Path, text: str) -> list[dict[str, Any]]:
                 break
             raise UserError(f"{path} line {number} is no JSON ({error}); give one object in each line") from None
         if not isinstance(row, dict):
-            raise UserError(f"{path} line {number} is no object, such as {{\"step\": 1, \"loss\": 2.5}}; give one in each line")
+            raise UserError(
+                f'{path} line {number} is no object, such as {{"step": 1, "loss": 2.5}}; give one in each line'
+            )
         rows.append(row)
     return [row for row in rows if row]

@@ -11,22 +11,23 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from mantissa.display import counted, listed
+from mantissa.display import counted
 from trainer.checkpoint.reader import load
-from trainer.checkpoint.schema import KINDS, files_of, path_of, read_manifest, steps
+from trainer.checkpoint.schema import read_manifest, steps
 from trainer.config.resume import ELSEWHERE, differences, may_change
-from trainer.errors import UserError
 from trainer.files import BEST, PRECISION_FILE, RUN_FILE, TRACKING_FILE, read_object
 from trainer.run_folder import RunFolder
 
-_ABSENT = "-"
-_NO_FACTS = ("memory_bytes", "matmul_tflops")
-"""What is measured anew by each run, or changes no bit."""
+DATA, CODE = "data", "code"
+_HEX = 12
+"""Digits of a hash that are compared and shown."""
 
 
 class Row(NamedTuple):
     """What differs: its name, and what each run has."""
 
+    group: str
+    """``options``, or what else of a run it is, see ``facts``."""
     name: str
     a: str
     b: str
@@ -37,12 +38,12 @@ class Before(NamedTuple):
 
     rows: list[Row]
     """What differs, the most telling first: data, options that change what is learnt, other options, where it ran."""
-    sentences: list[str]
-    """What follows from it: whether the data come in the same order, and the first weights are the same."""
-    unknown: list[str]
-    """What one of them does not record, in words."""
-    options: list[str]
-    """The options that differ, by dotted key."""
+    unknown: dict[str, list[str]]
+    """Groups of facts that are not recorded by one of them (a, b), or both."""
+    ordering: list[str]
+    """What differs of that from which the samples of each step follow: data, seed and batch size."""
+    making: list[str]
+    """What differs of that from which the first weights follow: the recipe's options, seed and ``init_from``."""
 
 
 class Kept(NamedTuple):
@@ -67,37 +68,31 @@ def before(a: RunFolder, b: RunFolder) -> Before:
         if key == "checkpoint.best" or key.partition(".")[0] not in ELSEWHERE
     }
     telling = sorted(options, key=lambda key: may_change(key, one, other))
-    rows = [Row(key, _shown(one, key), _shown(other, key)) for key in telling]
+    rows = [Row("options", key, _shown(one, key), _shown(other, key)) for key in telling]
 
+    # What the precision and the model decide of the rest is no news beside them.
+    explained = any(key.startswith(("precision.", "recipe")) for key in options)
     facts_a, facts_b = facts(a), facts(b)
-    if any(key.startswith("precision.") for key in options):  # from which the rest follows
-        for each in (facts_a, facts_b):
-            each["precision.json"] = {key: value for key, value in each["precision.json"].items() if "environ" in key}
-    of_data, of_machine, unknown = [], [], []
+    of_data: list[Row] = []
+    of_machine: list[Row] = []
+    unknown: dict[str, list[str]] = {}
     for group, known in facts_a.items():
         if missing := [name for name, each in (("a", known), ("b", facts_b[group])) if not each]:
-            if not (group == "precision.json" and len(missing) == 2):
-                unknown.append(f"{group}: not recorded by {' and '.join(missing)}")
+            unknown[group] = missing
             continue
         different = [
-            Row(f"{group}.{key}", _shown(known, key), _shown(facts_b[group], key))
+            Row(group, f"{group} {key}".strip(), _shown(known, key), _shown(facts_b[group], key))
             for key in dict.fromkeys([*known, *facts_b[group]])
-            if known.get(key) != facts_b[group].get(key)
+            if known.get(key) != facts_b[group].get(key) and not (explained and key.startswith("effective."))
         ]
-        (of_data if group == "data" else of_machine).extend(different)
+        (of_data if group == DATA else of_machine).extend(different)
 
     # Which samples a step has, and what it starts from, follow from these alone.
-    ordering = [key for key in telling if key in ("seed", "batch_size") or key.startswith("augment")]
+    ordering = [row.name for row in of_data if row.name == f"{DATA} training"]
+    ordering += [key for key in telling if key in ("seed", "batch_size") or key.startswith("augment")]
     ordering += ["loader"] * ("loader" in options and not may_change("loader", one, other))
-    ordering += [row.name for row in of_data if row.name == "data.training"]
     making = [key for key in telling if key in ("seed", "init_from") or key.partition(".")[0] == "recipe"]
-    same_data = f"the same, as far as data, seed and batch_size say{' (data: unknown)' * ('data' in ' '.join(unknown))}"
-    sentences = [f"samples of each step: {'others, by ' + ', '.join(ordering) if ordering else same_data}"]
-    if making:
-        sentences.append(f"first weights: may differ, by {', '.join(making)}")
-    else:
-        sentences.append("first weights: the same, as far as recipe, seed and init_from say")
-    return Before([*of_data, *rows, *of_machine], sentences, unknown, telling)
+    return Before([*of_data, *rows, *of_machine], unknown, ordering, making)
 
 
 def facts(run: RunFolder) -> dict[str, dict[str, Any]]:
@@ -112,25 +107,24 @@ def facts(run: RunFolder) -> dict[str, dict[str, Any]]:
         key.removeprefix("hardware."): value for key, value in params.items() if key.startswith("hardware.")
     }
     git = summary.get("git") or {"commit": tags.get("mlflow.source.git.commit"), "dirty": tags.get("git.dirty")}
-    code = {"commit": git["commit"], "with changes": git["dirty"]} if git.get("commit") else {}
+    code = {"commit": git["commit"][:_HEX], "with changes": git["dirty"]} if git.get("commit") else {}
     processes = summary.get("processes") or tags.get("processes")
+    mantissa = read_object(run.path / RUN_FILE).get("written_by", {})
     return {
-        "data": {
-            entry["context"]: f"{counted(entry['samples'], 'sample')}, digest {entry['digest']}"
+        DATA: {
+            entry["context"]: f"{counted(entry['samples'], 'sample')}, digest {entry['digest'][:_HEX]}"
             for entry in tracked.get("datasets", ())
         },
-        "processes": {"number": int(processes)} if processes else {},
-        "hardware": {key: value for key, value in hardware.items() if key not in _NO_FACTS},
-        "precision.json": {
+        "processes": {"": int(processes)} if processes else {},
+        "hardware": {key: value for key, value in hardware.items() if key != "memory_bytes"},
+        PRECISION_FILE: {
             f"{part}.{key}": value
             for part in ("effective", "environment")
             for key, value in precision.get(part, {}).items()
-            if key not in _NO_FACTS
+            if key not in ("matmul_tflops", "device")  # measured anew, and as in hardware
         },
-        "versions": summary.get("versions", {}) | read_object(run.path / RUN_FILE).get("written_by", {})
-        if summary.get("versions")
-        else {},
-        "code": code,
+        "version": versions | mantissa if (versions := summary.get("versions", {})) else {},
+        CODE: code,
     }
 
 
@@ -146,12 +140,10 @@ def kept(a: RunFolder, b: RunFolder) -> Kept | None:
     if common := sorted({*steps(a.checkpoints)} & {*steps(b.checkpoints)}):
         step = common[-1]
         what = f"weights, optimizer state and generators of checkpoint {step}"
-        hashes = [read_manifest(path_of(run.checkpoints, step))["sha256"] for run in (a, b)]
-        tensors = [{name: value for name, value in each.items() if name.endswith(".safetensors")} for each in hashes]
-        opened = [load(run.checkpoints, step) for run in (a, b)]  # verified, so that equal hashes are equal files
-        if tensors[0] == tensors[1]:
-            return Kept(what, [])
-        return Kept(what, _differing(*(each.tensors() for each in opened)))
+        opened = [load(run.checkpoints, step) for run in (a, b)]  # verified: equal hashes are equal files
+        hashes = [read_manifest(each.path)["sha256"].items() for each in opened]
+        files = [{name: value for name, value in each if name.endswith(".safetensors")} for each in hashes]
+        return Kept(what, [] if files[0] == files[1] else _differing(*(each.tensors() for each in opened)))
     best = [(run.summary().get("best") or {}).get("step") for run in (a, b)]
     exported = [_exported(run.path / BEST) for run in (a, b)]
     if best[0] is None or best[0] != best[1] or not all(exported):
@@ -161,7 +153,7 @@ def kept(a: RunFolder, b: RunFolder) -> Kept | None:
 
 def _exported(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of an exported model; none: there is none."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
@@ -182,6 +174,6 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 def _shown(values: Mapping[str, Any], key: str) -> str:
     if key not in values:
-        return _ABSENT
+        return "-"
     value = values[key]
     return value if isinstance(value, str) else json.dumps(value)
