@@ -40,8 +40,7 @@ def main(arguments: list[str]) -> int:
     left = iter(paths)
     given = {key: typed or next(left, "") for key, typed in (("a", options.a), ("b", options.b))}
     if not all(given.values()) or next(left, None):
-        number = len(paths) + bool(options.a) + bool(options.b)
-        raise UserError(f"{counted(number, 'run')} given; give two: python scripts/diff.py outputs/a outputs/b")
+        raise UserError(f"{len(paths) + bool(options.a) + bool(options.b)} given; give two run folders, or two logs")
     sides = {key: _opened(key, path) for key, path in given.items()}
     a, b = sides.values()
     if isinstance(a, RunFolder) and isinstance(b, RunFolder):
@@ -52,9 +51,11 @@ def main(arguments: list[str]) -> int:
             raise UserError(f"{key} is a run folder, and the other one a file", log, mistake=shlex.quote(given[key]))
     assert isinstance(a, Path)
     assert isinstance(b, Path)
-    _head(a, b)
     logs = read_log(a, options.step), read_log(b, options.step)
+    if options.step not in ("", *(log.counted_by for log in logs)):
+        raise UserError(f"step={options.step} is no column of numbers in {a} or {b}", "", mistake="step")
     compared = compare(*logs)
+    _head(a, b)
     differ = _print_logs(*logs, compared)
     if compared.first is None:
         print("equal as far as both go" if differ else "equal in all that was compared")
@@ -65,8 +66,10 @@ def _of_runs(a: RunFolder, b: RunFolder, options: DiffOptions) -> int:
     """Compare two runs: before their first step, in their logs, and where these differ in a replay."""
     if options.step:
         raise UserError(f"step={options.step} has no effect on runs, whose steps are known", "", mistake="step")
-    _head(a.path, b.path)
     found = before(a, b)
+    logs = read_log(a.path / METRICS_FILE), read_log(b.path / METRICS_FILE)
+    compared = compare(*logs, means=_MEANS)
+    _head(a.path, b.path)
     _print_before(found)
     if found.making and options.replay:
         print("building both models …", file=sys.stderr)
@@ -76,8 +79,6 @@ def _of_runs(a: RunFolder, b: RunFolder, options: DiffOptions) -> int:
         else:
             print("\n".join(built.lines() if built.stage else ["first weights, built anew: equal bit for bit"]))
     print()
-    logs = read_log(a.path / METRICS_FILE), read_log(b.path / METRICS_FILE)
-    compared = compare(*logs, means=_MEANS)
     differ = _print_logs(*logs, compared)
 
     # Where the logs differ, why; where they do not, whether the weights do.
@@ -178,7 +179,7 @@ def _table(step: float, differences: Sequence[Difference]) -> str:
 
 
 def _in_words(compared: Compared) -> str:
-    steps = compared.steps
-    which = f"step {shown_step(steps[0])}" if len(steps) == 1 else f"{shown_step(steps[0])} to {shown_step(steps[-1])}"
-    of = f"{counted(len(steps), 'step')}, {which}"
-    return f"{counted(compared.values, 'value')} of {shortened(compared.names)} at {of}"
+    first, last_one = shown_step(compared.steps[0]), shown_step(compared.steps[-1])
+    several = f"{len(compared.steps):,} steps, {first} to {last_one}"
+    at = f"step {first}" if len(compared.steps) == 1 else several
+    return f"{counted(compared.values, 'value')} of {shortened(compared.names)} at {at}"

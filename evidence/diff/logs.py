@@ -6,14 +6,13 @@ import csv
 import json
 import math
 import re
-import shlex
 from collections.abc import Collection, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mantissa.display import counted, shortened
-from trainer.errors import UserError, most_like
+from trainer.errors import UserError
 
 SUFFIXES = (".jsonl", ".json", ".csv")
 """Files that can be a log; of ``.json`` also transformers' ``trainer_state.json``."""
@@ -25,7 +24,7 @@ STEPS = (
 EPOCH = "epoch"
 _MEASURED = re.compile(
     r"time|times|walltime|timestamp|runtime|elapsed|duration|dt|latency|throughput|speed|fps|tps|stall|"
-    r"mem|memory|mfu|flops|tflops|system|per (s|sec|second|day)"
+    r"mem|memory|allocated|reserved|cpu|gpu|mfu|flops|tflops|system|per (s|sec|second|day)"
 )
 """Words, or two, in the names of what is measured of the machine, which no two runs have in common."""
 LARGE = 1e-3
@@ -83,7 +82,7 @@ def read_log(path: Path, step: str = "") -> Log:
 
     Args:
         path: of the file.
-        step: name of the column that counts steps; empty: the first of ``STEPS`` that it has.
+        step: name of the column that counts steps; of a log without it, the first of ``STEPS`` that it has.
 
     Raises:
         UserError: it cannot be read, or no column counts steps.
@@ -165,7 +164,7 @@ def compare(a: Log, b: Log, means: Collection[str] | None = None) -> Compared:
     elif partly := [name for name in both if means and name in means and uneven[name]]:
         notes.append(f"compared only where both have the same line before, being means since then: {shortened(partly)}")
     if measured := [name for name in of_a if name in of_b and _is_measured(name)]:
-        notes.append(f"not compared, of the machine: {shortened(measured)}")
+        notes.append(f"not compared, of the machine: {shortened(measured, 6)}")
     return Compared(
         steps=list(pairs),
         names=[name for name in both if taken[name]],
@@ -214,12 +213,8 @@ def _number(cell: Any) -> float | None:
 
 
 def _column_of_steps(path: Path, columns: list[str], numbers: list[str], step: str) -> str:
-    if step:
-        if step in numbers:
-            return step
-        near = most_like(step, numbers)
-        has = "holds no numbers" if step in columns else f"is no column of {path} ({shortened(columns)})"
-        raise UserError(f"step={step} {has}", *([f"step={shlex.quote(near)}"] if near else []))
+    if step in numbers:
+        return step
     lower = {name.lower(): name for name in reversed(numbers)}
     if (found := next((lower[name] for name in STEPS if name in lower), None)) is None:
         raise UserError(
@@ -250,8 +245,9 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _of_csv(path: Path, text: str) -> list[dict[str, Any]]:
-    reader = csv.DictReader(text.splitlines(), restkey="", restval="", strict=True)
-    rows = list(reader)
+    lines = text.splitlines()
+    delimiter = max(",;\t", key=lines[0].count)
+    rows = list(csv.DictReader(lines, delimiter=delimiter, restkey="", restval="", strict=True))
     if wrong := next((number for number, row in enumerate(rows, 2) if "" in row and isinstance(row[""], list)), None):
         raise UserError(f"{path} line {wrong} has more cells than the heading; give a heading that names every column")
     return rows
