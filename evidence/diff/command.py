@@ -71,19 +71,21 @@ def _of_runs(a: RunFolder, b: RunFolder, options: DiffOptions) -> int:
     compared = compare(*logs, means=_MEANS)
     _head(a.path, b.path)
     _print_before(found)
+    weights_part = False
     if found.making and options.replay:
         print("building both models …", file=sys.stderr)
         built = first_weights(a, b)
         if isinstance(built, str):
             print(f"first weights, built anew: not compared ({built})")
         else:
-            print("\n".join(built.lines() if built.stage else ["first weights, built anew: equal bit for bit"]))
+            weights_part = bool(built.stage)
+            print("\n".join(built.lines() if weights_part else ["first weights, built anew: equal bit for bit"]))
     print()
     differ = _print_logs(*logs, compared)
 
     # Where the logs differ, why; where they do not, whether the weights do.
     if compared.first is not None:
-        if options.replay:
+        if options.replay and not weights_part:
             print("building both models, and replaying …", file=sys.stderr)
             replayed = parting(a, b, max(1, int(compared.first[0])))
             print("\n".join([f"not replayed: {replayed}"] if isinstance(replayed, str) else replayed.lines()))
