@@ -88,7 +88,7 @@ def read_log(path: Path, step: str = "") -> Log:
         UserError: it cannot be read, or no column counts steps.
     """
     rows = list(_rows(path))
-    cells = [{name: _number(cell) for name, cell in row.items() if cell != ""} for row in rows]
+    cells = [{name: _number(cell) for name, cell in row.items()} for row in rows]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     numbers = list(dict.fromkeys(name for row in cells for name, value in row.items() if value is not None))
     column = _column_of_steps(path, columns, numbers, step)
