@@ -41,7 +41,7 @@ def takes(change: str = "", precision: Precision = PLAIN, seed: int = 1) -> tupl
 
 
 def place(a: tuple[nn.Module, Taking], b: tuple[nn.Module, Taking]) -> Place | None:
-    return first_place(a[1], b[1], a[0], b[0])
+    return first_place((a[1], b[1]), (a[0], b[0]))
 
 
 def mixed(mode: str, **modules: str) -> Precision:
@@ -79,11 +79,11 @@ def test_dropout_with_another_generator_is_told_from_a_fault() -> None:
 @pytest.mark.parametrize(
     ("a", "b", "module", "formats"),
     [
-        (mixed("bf16"), PLAIN, "blocks.0.layer", "bfloat16 against float32"),
-        (PLAIN, mixed("fp16"), "blocks.0.layer", "float32 against float16"),
-        (mixed("bf16", blocks__1__layer="fp32"), mixed("bf16"), "blocks.1.layer", "float32 against bfloat16"),
-        (mixed("nvfp4"), mixed("bf16"), "blocks.0.layer", "nvfp4 against not scaled"),
-        (mixed("nvfp4", blocks__1="bf16"), mixed("nvfp4"), "blocks.1.layer", "not scaled against nvfp4"),
+        (mixed("bf16"), PLAIN, "blocks.0.layer", "bf16 against fp32"),
+        (PLAIN, mixed("fp16"), "blocks.0.layer", "fp32 against fp16"),
+        (mixed("bf16", blocks__1__layer="fp32"), mixed("bf16"), "blocks.1.layer", "fp32 against bf16"),
+        (mixed("nvfp4"), mixed("bf16"), "blocks.0.layer", "nvfp4 against bf16"),
+        (mixed("nvfp4", blocks__1="bf16"), mixed("nvfp4"), "blocks.1.layer", "bf16 against nvfp4"),
     ],
     ids=["bf16", "fp16", "a layer lifted to fp32", "nvfp4", "a block lifted to bf16"],
 )
@@ -107,7 +107,7 @@ def test_numbers_are_compared_whatever_holds_them() -> None:
     found = difference(torch.tensor([3.0, 4.0, 0.0]), torch.tensor([3.0, 4.0, 0.5]).bfloat16())
     assert (found.largest, found.elements, found.of) == (0.5, 1, 3)
     assert found.relative == pytest.approx(0.5 / 25.25**0.5)
-    assert found.formats == "float32 against bfloat16"
+    assert found.formats == "fp32 against bf16"
 
 
 class Twice(nn.Module):

@@ -105,7 +105,7 @@ def test_formats_part_at_the_first_product(trained: Trained) -> None:
     parts = found(trained("precision=bf16"), trained())
     assert (parts.step, parts.stage, parts.name, parts.op) == (1, "forward", "blocks.0.layer", "aten.addmm")
     assert parts.difference is not None
-    assert parts.difference.formats == "bfloat16 against float32"
+    assert parts.difference.formats == "bf16 against fp32"
     assert 0 < parts.difference.relative < 2**-7
     assert 0 < parts.difference.largest < 0.1
 
