@@ -27,12 +27,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mantissa.display import counted, dimensions, dtype_name, shortened
 from mantissa.doctor.tape import UNWRITTEN
-from mantissa.formats import scaled_number
+from mantissa.formats import NUMBERS, scaled_number
 from mantissa.step.trace import BACKWARD, CAST, FORWARD, LOSS, Op, Trace, functional_name
 from mantissa.tensors import numbers_in, relative_error, storage
 
 _ATTENTION = "aten._scaled_dot_product_"
 """Operators whose further results are for the backward pass, some of them memory that nothing wrote."""
+_NAMES = {number.dtype: number.name for number in reversed(NUMBERS.values()) if not number.scaled}  # fp32, not tf32
 _COPIES = ("_to_copy", "clone", "contiguous", "copy_", "detach", "lift_fresh", "_unsafe_view")
 """Operators whose result has the values of an input, perhaps rounded."""
 
@@ -41,20 +42,22 @@ class Difference(NamedTuple):
     """The size of a difference between two tensors."""
 
     relative: float
-    """L2 norm of the difference over that of run b's tensor, in fp64; NaN: that is 0, or the shapes differ."""
+    """L2 norm of the difference over that of run b's tensor, in fp64; NaN: that is 0, or there is no such number."""
     largest: float
-    """Largest absolute difference of two elements; NaN: the shapes differ, or one is NaN."""
+    """Largest absolute difference of two elements; NaN: one is NaN, or there is no such number."""
     elements: int
     """Number of elements that differ."""
     of: int
     """Number of elements of run a's tensor."""
     formats: str = ""
-    """``bfloat16 against float32``, or both shapes; empty: they are the same."""
+    """``bf16 against fp32``, or both shapes; empty: they are the same."""
 
     def __str__(self) -> str:
-        size = f"relative difference {self.relative:.2g}, largest {self.largest:.2g}, "
-        size = f"{size if math.isfinite(self.relative) else ''}{self.elements:,} of {counted(self.of, 'element')}"
-        return f"{size} ({self.formats})" if self.formats else size
+        sizes = {"relative difference": self.relative, "largest": self.largest}
+        parts = [f"{name} {size:.2g}" for name, size in sizes.items() if not math.isnan(size)]
+        if not parts or 2 * self.elements < self.of:
+            parts.append(f"{self.elements:,} of {counted(self.of, 'element')}")
+        return ", ".join(parts) + (f" ({self.formats})" if self.formats else "")
 
 
 class Place(NamedTuple):
@@ -70,16 +73,27 @@ class Place(NamedTuple):
 
 
 def difference(a: Tensor, b: Tensor, formats: str = "") -> Difference:
-    """Return the size of a difference, in fp64."""
+    """Return the size of a difference, in fp64; whole numbers, such as ids, are only counted.
+
+    Args:
+        a: of the first run.
+        b: of the second run.
+        formats: the formats of both in words; empty: those of the tensors.
+    """
     if a.shape != b.shape:
         shapes = f"{dimensions(a.shape)} against {dimensions(b.shape)}"
         return Difference(math.nan, math.nan, a.numel(), a.numel(), shapes)
     x, y = wide(a), wide(b)
-    if not formats and a.dtype != b.dtype:
-        formats = f"{dtype_name(a.dtype)} against {dtype_name(b.dtype)}"
-    differ = (x != y) & ~(x.isnan() & y.isnan())
+    differ = int(((x != y) & ~(x.isnan() & y.isnan())).sum())
+    formats = formats or _against(*(_NAMES.get(each.dtype, dtype_name(each.dtype)) for each in (a, b)))
+    if not (a.is_floating_point() or a.is_complex()):
+        return Difference(math.nan, math.nan, differ, x.numel(), formats)
     largest = (x - y).abs().max().item() if x.numel() else 0.0
-    return Difference(relative_error(x, y), largest, int(differ.sum()), x.numel(), formats)
+    return Difference(relative_error(x, y), largest, differ, x.numel(), formats)
+
+
+def _against(a: str, b: str) -> str:
+    return "" if a == b else f"{a} against {b}"
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -186,12 +200,11 @@ def _digest(tensor: Tensor) -> bytes:
     tensor = tensor.detach()
     tensor = tensor.to_dense() if tensor.is_sparse else tensor
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    if not tensor.is_floating_point():
-        tensor = tensor.long()
-    elif tensor.dtype != torch.float64 or torch.equal((narrow := tensor.float()).double(), tensor):
-        tensor = tensor.float() if tensor.dtype != torch.float64 else narrow
     if tensor.is_floating_point():
-        tensor = tensor + 0.0
+        narrow = tensor.float()
+        tensor = (narrow if tensor.dtype != torch.float64 or torch.equal(narrow.double(), tensor) else tensor) + 0.0
+    else:
+        tensor = tensor.long()
     return hashlib.blake2b(tensor.cpu().contiguous().numpy().data, digest_size=16).digest()
 
 
@@ -294,85 +307,81 @@ Taking = Callable[[Take], None]
 """Takes a step under a trace, each time from the same state."""
 
 
-def first_place(take_a: Taking, take_b: Taking, model_a: nn.Module, model_b: nn.Module) -> Place | None:
+def first_place(takings: tuple[Taking, Taking], models: tuple[nn.Module, nn.Module]) -> Place | None:
     """Return where two takes of a step part; None: nowhere.
 
     Args:
-        take_a: the step of the first run.
-        take_b: the step of the second run.
-        model_a: of the first run.
-        model_b: of the second run.
+        takings: the step of both runs.
+        models: of both runs.
     """
-    recorders = Recorder(model_a), Recorder(model_b)
-    take_a(recorders[0])
-    take_b(recorders[1])
-    entries = recorders[0].entries, recorders[1].entries
+    entries: list[list[Entry]] = []
+    for taking, model in zip(takings, models, strict=True):
+        taking(recorder := Recorder(model))
+        entries.append(recorder.entries)
     pairs = matched(*entries)
     parted = next(((a, b) for a, b in pairs if a.results != b.results), None)
     if parted is None:
         return None
 
-    def probed(call: tuple[str, int] | None = None) -> tuple[_Probe, _Probe]:
-        probes = _Probe(model_a, parted[0].number, call), _Probe(model_b, parted[1].number, call)
-        take_a(probes[0])
-        take_b(probes[1])
+    def probed(call: tuple[str, int] | None = None) -> list[_Probe]:
+        probes = [_Probe(model, entry.number, call) for model, entry in zip(models, parted, strict=True)]
+        for taking, probe in zip(takings, probes, strict=True):
+            taking(probe)
         return probes
 
     kept = [probe.kept for probe in probed()]
-    if kept[0] is None or kept[1] is None:  # the takes do not repeat themselves
+    if kept[0] is None or kept[1] is None:  # a take does not repeat itself
         return None
-
-    # Is an input another one already? Then by an operator that one take alone has, or by a cast.
-    known = [{entry.number for entry in side} for side in zip(*pairs, strict=True)]
-    inputs = list(zip(kept[0].given, kept[1].given, kept[0].origins, kept[1].origins, strict=False))
+    inputs = zip(kept[0].given, kept[1].given, kept[0].origins, kept[1].origins, strict=False)
     differing = [
         (x, y, origins) for x, y, *origins in inputs if not (same(x, y) or any(each.unwritten for each in origins))
     ]
+
+    # An input is another one already: an operator without a counterpart computed it.
+    with_counterpart = [{entry.number for entry in side} for side in zip(*pairs, strict=True)]
+    alone = [
+        {entry.number: entry for entry in side if entry.number not in known}
+        for side, known in zip(entries, with_counterpart, strict=True)
+    ]
     for x, y, origins in differing:
         for side, origin in enumerate(origins):
-            alone = [entry for entry in entries[side] if entry.number not in known[side]]
-            by = next((entry for entry in alone if entry.number == origin.number), None)
-            if by is None:
+            if origin.number not in alone[side]:
                 continue
-            there = [entry.op for entry in alone if entry.scope == by.scope]
-            others = shortened([name for name in dict.fromkeys(there) if name != by.op], 3)
-            why = f"{'ab'[side]} alone runs it" + (f", and {others}" if others else "")
+            by = alone[side][origin.number]
+            beside = dict.fromkeys(entry.op for entry in alone[side].values() if entry.scope == by.scope)
+            others = shortened([name for name in beside if name != by.op], 3)
             found = difference(x, y)
-            if by.direction == FORWARD and by.module != LOSS:
+            if by.direction == FORWARD and by.module != LOSS:  # what matters is what the module makes of it
                 probes = probed((by.module, by.call))
                 returned = zip(probes[0].returned, probes[1].returned, strict=False)
-                formats = _formats(model_a, model_b, by.module)
-                found = next((difference(x, y, formats) for x, y in returned if not same(x, y)), found)
+                apart = next((both for both in returned if not same(*both)), None)
+                found = difference(*apart, _formats(models, by.module, *apart)) if apart else found
+            why = f"{'ab'[side]} alone runs it" + (f", and {others}" if others else "")
             return Place(by.direction, by.module, by.op, found, why)
 
-    a = parted[0]
-    results = next((both for both in zip(kept[0].results, kept[1].results, strict=False) if not same(*both)), None)
+    # Or a cast that one has, or both to other formats: those that autocast makes for this operator are its own.
+    parted_results = zip(kept[0].results, kept[1].results, strict=False)
+    results = next((both for both in parted_results if not same(*both)), None)
     why = "its inputs are equal"
     if differing:
         x, y, origins = differing[0]
         casts = {side: origin.cast for side, origin in zip("ab", origins, strict=True) if origin.cast is not None}
         if casts and (results is None or results[0].dtype == results[1].dtype):
-            who = " and ".join(casts)
-            return Place(
-                *next(iter(casts.values())),
-                CAST,
-                difference(x, y),
-                f"{who} {'casts' if len(casts) < 2 else 'cast'} there",
-            )
-        outside = all(origin.number is None for origin in origins) and not casts
-        why = (
-            "an input differs that no operator of the step computed" if outside else "its inputs differ by casts alone"
-        )
-    elif kept[0].is_random:
+            who = "both cast there" if len(casts) == 2 else f"{next(iter(casts))} alone casts there"
+            return Place(*next(iter(casts.values())), CAST, difference(x, y), who)
+        why = "its inputs differ by casts alone" if casts else "an input differs that no operator of the step computed"
+
+    # Else it is this operator.
+    if kept[0].is_random and not differing:
         why += "; it draws random numbers, and the generators stand elsewhere"
-    formats = _formats(model_a, model_b, a.module) if a.direction == FORWARD else ""
-    return Place(a.direction, a.module, a.op, difference(*results, formats) if results else None, why)
+    place = parted[0]
+    formats = _formats(models, place.module, *results) if results and place.direction == FORWARD else ""
+    return Place(place.direction, place.module, place.op, difference(*results, formats) if results else None, why)
 
 
-def _formats(model_a: nn.Module, model_b: nn.Module, module: str) -> str:
-    """Return the scaled format of a layer in one run against that in the other; empty: both are the same."""
-    if module == LOSS:
-        return ""
-    numbers = [scaled_number(model.get_submodule(module)) for model in (model_a, model_b)]
-    names = [number.name if number else "not scaled" for number in numbers]
-    return "" if names[0] == names[1] else " against ".join(names)
+def _formats(models: tuple[nn.Module, nn.Module], module: str, a: Tensor, b: Tensor) -> str:
+    """Return the formats of a layer in both runs where one is scaled, which the dtypes of its results do not tell."""
+    numbers = [scaled_number(model.get_submodule(module)) if module != LOSS else None for model in models]
+    dtypes = [_NAMES.get(each.dtype, "") for each in (a, b)]
+    names = [number.name if number else dtype for number, dtype in zip(numbers, dtypes, strict=True)]
+    return _against(*names) if any(numbers) else ""

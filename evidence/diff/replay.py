@@ -36,7 +36,7 @@ from trainer.config.compose import compose
 from trainer.data.contract import Batch
 from trainer.errors import UserError, is_out_of_memory
 from trainer.files import METRICS_FILE, PRECISION_FILE, read_json_lines, read_object
-from trainer.hardware import detect, threads
+from trainer.hardware import best_type, detect, threads
 from trainer.optim.update import Update, UpdateResult
 from trainer.precision import kernels
 from trainer.run.step_metrics import mean
@@ -121,8 +121,8 @@ def _of_both(a: RunFolder, b: RunFolder, work: Callable[[_Side, _Side], Parting]
 @contextmanager
 def _as_before() -> Iterator[None]:
     """Leave this process with the number formats, kernels, determinism and generators that it had."""
-    cpu = torch.device("cpu")
-    generators, benchmark = random_state(cpu), torch.backends.cudnn.benchmark
+    device = torch.device(best_type())
+    generators, benchmark = random_state(device), torch.backends.cudnn.benchmark
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     attention = torch.backends.cuda.cudnn_sdp_enabled()
@@ -134,29 +134,31 @@ def _as_before() -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = benchmark
-        set_random_state(generators, cpu)
+        set_random_state(generators, device)
 
 
 # --- one run ---
 
 
 class _Update(Update):
-    """An update before which, and before each backward pass, something else is done."""
+    """An update that lets others see the loss, and the gradients before it changes any weight."""
 
-    before: Callable[[], Any] = staticmethod(lambda: None)
-    """Is called once all gradients are there and no weight is changed."""
-    see_loss: Callable[[Tensor], Any] = staticmethod(lambda loss: None)
+    before: Callable[[], Any] | None = None
+    """Is called once all gradients of a step are there."""
+    see_loss: Callable[[Tensor], Any] | None = None
     """Is called with each microbatch's share of the loss."""
     correction = 1.0
-    """Factor of the gradients in this step, see ``Precision.loss_divisor``."""
+    """Factor of the gradients of this step, see ``Precision.loss_divisor``."""
 
     def backward(self, loss: Tensor, exchanged: bool = False) -> None:
-        self.see_loss(loss)
+        if self.see_loss is not None:
+            self.see_loss(loss)
         super().backward(loss, exchanged)
 
     def step(self, steps_done: int = 0, correction: float = 1.0) -> UpdateResult:
         self.correction = correction
-        self.before()
+        if self.before is not None:
+            self.before()
         return super().step(steps_done, correction)
 
 
@@ -230,10 +232,10 @@ class _Side:
 
     def set_up(self) -> None:
         """Set this process up as the trainer did."""
-        config, precision = self.trainer.config, self.trainer.precision
-        config.set_up()
-        if precision.half is not None:
-            kernels.use(precision.half, self.trainer.kernels)
+        trainer = self.trainer
+        trainer.config.set_up()
+        trainer.precision.apply()
+        trainer.config.use_kernels(trainer.hardware, trainer.convolves)
 
     def start(self) -> dict[str, Tensor]:
         """Return the weights, and all buffers."""
@@ -384,7 +386,7 @@ def _step(a: _Side, b: _Side, of_a: Iterator[list[Batch]], of_b: Iterator[list[B
         with a.computing():
             records.append(a.trainer.train_step(a.microbatches))
     except _Parted:
-        place = first_place(a.again, b.again, a.trainer.model, b.trainer.model)
+        place = first_place((a.again, b.again), (a.trainer.model, b.trainer.model))
         if place is None:
             return Parting(number, BACKWARD, "the gradients", why="taken again, the step does not part")
         return Parting(number, *place)
