@@ -137,7 +137,7 @@ def _print_before(found: Before) -> None:
         print("before step 1: nothing that both record differs")
     for group, sides in found.unknown.items():
         print(f"{group}: not recorded by {' and '.join(sides)}")
-    known = "seed and batch size" if DATA in found.unknown else "data, seed and batch size"
+    known = "seed and batch size" if DATA in found.unknown else "the data's fingerprint, seed and batch size"
     for what, differing, same in (
         ("samples of each step", found.ordering, known),
         ("first weights", found.making, "recipe, seed and init_from"),

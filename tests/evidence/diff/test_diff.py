@@ -151,6 +151,14 @@ def test_machine_versions_and_code_are_compared(runs: tuple[RunFolder, RunFolder
     assert (code, text.splitlines()[-1]) == (0, "equal in all that was compared")
 
 
+def test_other_data_of_the_same_size_are_seen(runs: tuple[RunFolder, RunFolder]) -> None:
+    tracked = read_object(runs[1].path / "tracking.json")
+    tracked["datasets"][0]["digest"] = "f" * 32
+    write_json(runs[1].path / "tracking.json", tracked)
+    found = before(*runs)
+    assert [row.name for row in found.rows] == found.ordering == ["data training"]
+
+
 def test_another_commit_alone_leaves_them_equal_bit_for_bit(runs: tuple[RunFolder, RunFolder], said: Said) -> None:
     write_json(runs[1].path / "summary.json", runs[1].summary() | {"git": {"commit": "f" * 40, "dirty": "false"}})
     code, text = said(*runs)
