@@ -39,7 +39,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.act(self.layer(self.norm(x)))
         if self.change == "operator":
-            y = y * 1.01
+            y = (y * 1.01).clone()
         if self.change == "cast":
             y = y.bfloat16().float()
         if self.change == "value":

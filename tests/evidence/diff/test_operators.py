@@ -22,7 +22,7 @@ def takes(change: str = "", precision: Precision = PLAIN, seed: int = 1) -> tupl
     torch.manual_seed(0)
     model = Model(change)
     precision.convert(model, CPU, lambda model: list(model.blocks))
-    inputs = torch.randn(2, 16, WIDTH)
+    inputs = torch.randn(32, WIDTH), torch.randn(16, WIDTH)
 
     def taking(take: Take) -> None:
         torch.manual_seed(seed)
@@ -66,6 +66,7 @@ def test_a_change_is_found_where_it_is(change: str, where: tuple[str, str, str],
         assert why in found.why
         assert found.difference is not None
         assert 0 < found.difference.relative < 0.02
+        assert found.difference.of == 32 * WIDTH  # of the first microbatch
     assert place(plain, takes()) is None
 
 

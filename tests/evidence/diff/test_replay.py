@@ -17,6 +17,7 @@ from tests.evidence.diff.parts import Model
 from trainer.config import external_recipes
 from trainer.config.compose import compose
 from trainer.files import read_json, write_json
+from trainer.optim.update import Update
 from trainer.precision import kernels
 from trainer.run.start import train
 from trainer.run_folder import RunFolder
@@ -110,19 +111,34 @@ def test_formats_part_at_the_first_product(trained: Trained) -> None:
     assert 0 < parts.difference.largest < 0.1
 
 
-def test_each_step_is_computed_with_the_kernels_of_its_run(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    fp32, native = (trained("precision=bf16", f"precision.kernels={each}") for each in ("fp32", "native"))
-    used, forward = list[bool](), Model.forward
+def test_each_step_is_computed_in_the_setting_of_its_run(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its passes, with the same random numbers each time they are taken, and its update."""
+    a = trained("precision=bf16", "precision.kernels=fp32", "deterministic=true")
+    b = trained("precision=bf16", "precision.kernels=native", "recipe.change=operator")
+    equal = trained("deterministic=true"), trained()
+    settings, states = list[tuple[bool, bool]](), list[Tensor]()
+    updates, forward, apply = list[bool](), Model.forward, Update.apply
 
-    def noting(model: Model, x: Tensor) -> Tensor:
-        used.append(kernels.in_use(torch.bfloat16))
+    def passing(model: Model, x: Tensor) -> Tensor:
+        settings.append((kernels.in_use(torch.bfloat16), torch.are_deterministic_algorithms_enabled()))
+        states.append(torch.get_rng_state())
         return forward(model, x)
 
-    monkeypatch.setattr(Model, "forward", noting)
-    parts = found(fp32, native, 1)
-    assert used[:2] == [True, False]
-    assert len(used) in (2, 6)  # where they part, the step is taken twice more
+    def applying(update: Update, skipped: Tensor) -> None:
+        updates.append(torch.are_deterministic_algorithms_enabled())
+        apply(update, skipped)
+
+    monkeypatch.setattr(Model, "forward", passing)
+    monkeypatch.setattr(Update, "apply", applying)
+    parts = found(a, b, 1)
+    assert parts.stage == "forward"
     assert parts.lines()[1].count("as logged") == 2
+    assert len(settings) >= 6  # taken, recorded, probed
+    assert settings == [(True, True), (False, False)] * (len(settings) // 2)
+    assert all(torch.equal(state, states[0]) for state in states)
+    assert updates == []
+    found(*equal, 1)
+    assert updates == [False, True]  # the first run waits for the second one
 
 
 def test_microbatches_that_differ_are_said(trained: Trained) -> None:
