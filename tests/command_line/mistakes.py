@@ -90,6 +90,7 @@ SCRIPTS = {
     "memory": ("evidence.memory.command:memory", "evidence.memory.command.forecast"),
     "max_batch": ("evidence.memory.command:max_batch", "evidence.memory.max_batch.search"),
     "doctor": ("evidence.doctor.command:main", "evidence.doctor.command.diagnose"),
+    "diff": ("evidence.diff.command:main", "evidence.diff.command.compare"),
     "reproduce": ("evidence.claims.reproduce:main", "evidence.claims.reproduce.test"),
     "evaluate": ("inference.evaluate:evaluate", "inference.evaluate.measure"),
     "generate": ("inference.generate:generate", "inference.generate._write"),

