@@ -94,7 +94,7 @@ def test_equal_runs_part_nowhere(step: int, trained: Trained) -> None:
         ("optimizer.lr=0.02", 1, "blocks.0.norm.weight"),
         ("schedule=cosine", 2, "blocks.0.norm.weight"),  # the rate of the first step is the same
         ("optimizer.weight_decay=0.5", 1, "blocks.0.layer.weight"),  # norms have none
-        ("optimizer.options.amsgrad=true", 1, "blocks.0.norm.weight.max_exp_avg_sq"),  # the weights are equal
+        ("optimizer.options.amsgrad=true", 1, "blocks.0.layer.weight.max_exp_avg_sq"),  # the weights are equal
     ],
 )
 def test_another_update_parts_after_equal_gradients(option: str, step: int, name: str, trained: Trained) -> None:
