@@ -398,8 +398,8 @@ def _step(a: _Side, b: _Side, of_a: Iterator[list[Batch]], of_b: Iterator[list[B
     if found is None:
         return None
     rate_b, rate_a = (record.lr for record in records)
-    rates = "" if rate_a == rate_b else f"; the learning rates are {rate_a:.6g} and {rate_b:.6g}"
-    return replace(found, why=f"the gradients are equal{rates}")
+    rates = "" if rate_a == rate_b else f"the learning rates are {rate_a:.6g} and {rate_b:.6g}"
+    return replace(found, why="; ".join(filter(None, [found.why, "the gradients are equal", rates])))
 
 
 def _data_apart(number: int, a: list[Batch], b: list[Batch]) -> Parting | None:
