@@ -126,7 +126,8 @@ class Trainer:
         changed = self.masters or self.model
         self.optimizer = config.optimizer.build(changed, self.device, blocks)
         kept = dict(self.masters.persistent_weights() if self.masters else ())
-        self.average = Average(config.ema, self.model, kept)
+        with self.precision.widened():
+            self.average = Average(config.ema, self.model, kept)
         """The averaged weights, which evaluation and the export use where there are any."""
         self.loss_scale = config.scaler.build(config.precision.format, self.device)
         self.update = self.update_class(
@@ -298,12 +299,13 @@ class Trainer:
     def train_step(self, microbatches: list[Batch]) -> StepRecord:
         """Take one optimizer step over the microbatches and count it; the host does not wait for the device."""
         lr = self._set_lr()
-        # Forward and backward, once for each microbatch.
-        loss, correction, units = self.gradients(microbatches)
-        # Unscale, clip, step, and adapt the loss scale.
-        grad_norm, skipped, scale = self.update.step(self.step, correction)
-        self.step += 1
-        self.average.update(self.step)
+        with self.precision.widened():
+            # Forward and backward, once for each microbatch.
+            loss, correction, units = self.gradients(microbatches)
+            # Unscale, clip, step, and adapt the loss scale.
+            grad_norm, skipped, scale = self.update.step(self.step, correction)
+            self.step += 1
+            self.average.update(self.step)
         return StepRecord(self.step, loss, grad_norm, skipped, scale, lr, units)
 
     def gradients(self, microbatches: list[Batch]) -> Gradients:

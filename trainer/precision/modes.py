@@ -16,10 +16,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from mantissa.errors import FormatError, UsageError
-from mantissa.formats import BF16, FORMATS, FP8, FP32, TF32, Format
+from mantissa.formats import BF16, FORMATS, FP8, FP32, FP64, TF32, Format
 from mantissa.step import operators
 from mantissa.step.flags import set_flags
 from mantissa.step.islands import cast_inputs, keep_fp32, with_fp32_statistics
+from mantissa.step.step import Widened, cast_training
 from trainer.errors import UserError, check_choice
 from trainer.hardware import NATIVE, UNAVAILABLE, Hardware
 from trainer.precision import kernels, scaled
@@ -116,6 +117,12 @@ class Precision:
             UserError: the mode is not available here, or a variable such as NVIDIA_TF32_OVERRIDE lowers fp32.
         """
         number = self.format.number
+        if hardware.support(self.mode) == UNAVAILABLE and number is FP64:
+            raise UserError(
+                f"precision={self.mode} is not available on {hardware.name}: {hardware.kind.words} has no fp64",
+                "precision=fp32",
+                "device=cpu",
+            )
         if hardware.support(self.mode) == UNAVAILABLE:
             capability = ".".join(map(str, number.capability or ()))
             raise UserError(
@@ -156,10 +163,14 @@ class Precision:
         would not see the optimizer's update.
         """
         dtype = self.format.autocast
-        autocast = nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+        autocast = self.widened() if dtype is None else torch.autocast(device.type, dtype=dtype)
         if not self.fp32_ops:
             return autocast
         return operators.OperatorPolicy(device.type, self.fp32_ops, self.format.half_weights).beside(autocast)
+
+    def widened(self) -> AbstractContextManager[Any]:
+        """Return a context in which code that asks for narrower numbers gets those of the mode: in fp64 alone."""
+        return nullcontext() if self.format.wide is None else Widened(self.format.wide)
 
     def loss_divisor(self, targets: int) -> tuple[int, float]:
         """Return the divisor of the summed loss before backward, and the factor that its gradients then still need.
@@ -214,6 +225,8 @@ class Precision:
         """
         kept = self.keep_fp32(model, device, fp32_of(model) if self.half is not None else ())
         self.convert_layers(model, device, blocks_of(model), kept)
+        if self.format.wide is not None:
+            cast_training(model, None, self.format.wide)
         dtype = self.format.half_weights
         if dtype is None:
             return kept
