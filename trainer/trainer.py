@@ -160,6 +160,7 @@ class Trainer:
         """
         model: nn.Module = self.recipe.returned("build_model", self.recipe.build_model(self.datasets), nn.Module)
         if self.config.source is not None:
+            model.to(self.precision.loaded_dtype)
             self.decisions = self.config.source.load(self.recipe, model, self.datasets)
         return model if self.config.parallel.moves else model.to(self.device)
 

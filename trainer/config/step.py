@@ -118,6 +118,7 @@ class StepConfig:
         self.scaler.check(self.precision.format)
         self.precision.check_operators()
         self.parallel.check(self.precision)
+        self.compile.check(self.precision.format)
         self.optimizer.check(self.parallel.kind, self.precision.format)
         self.augment.check(self.recipe, self.data)
 

@@ -202,6 +202,11 @@ class Precision:
         """The 16-bit dtype that layers compute in, by autocast or by their weights; None in fp32 and tf32."""
         return self.format.half
 
+    @property
+    def loaded_dtype(self) -> torch.dtype:
+        """The dtype in which weights are read from files, before ``convert``."""
+        return self.format.wide or torch.float32
+
     def convert(
         self,
         model: nn.Module,
