@@ -35,6 +35,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "bf16 state": ("optimizer.state=bf16", "optimizer.layer_decay=0.8"),
     "average bf16_master": ("ema=default", "ema.decay=0.5", "precision=bf16_master", "optimizer.lr=0.1"),
     **{mode: (*SGD, f"precision={mode}", "scaler.init=1024") for mode in HALVES},
+    "fp64": ("precision=fp64", "optimizer=muon", "optimizer.lr=0.02", "ema=default", "activation_checkpointing=blocks"),
     "mixing": ("augment.mixup=0.4", "augment.cutmix=1"),
     "lora bf16_master": ("recipe.lora.rank=2", "optimizer=sgd", "optimizer.lr=0.5", "precision=bf16_master"),
 }

@@ -20,7 +20,8 @@ from mantissa.formats import BF16, FORMATS, FP8, FP32, FP64, TF32, Format
 from mantissa.step import operators
 from mantissa.step.flags import set_flags
 from mantissa.step.islands import cast_inputs, keep_fp32, with_fp32_statistics
-from mantissa.step.step import Widened, cast_training
+from mantissa.step.step import Widened
+from mantissa.tensors import in_dtype
 from trainer.errors import UserError, check_choice
 from trainer.hardware import NATIVE, UNAVAILABLE, Hardware
 from trainer.precision import kernels, scaled
@@ -230,8 +231,12 @@ class Precision:
         """
         kept = self.keep_fp32(model, device, fp32_of(model) if self.half is not None else ())
         self.convert_layers(model, device, blocks_of(model), kept)
-        if self.format.wide is not None:
-            cast_training(model, None, self.format.wide)
+        if (wide := self.format.wide) is not None:
+            for module in model.modules():  # not by ``Module.to``, which cannot swap the fake tensors of a forecast
+                for parameter in module.parameters(recurse=False):
+                    parameter.data = in_dtype(parameter.data, wide)
+                held = {name: each for name, each in module._buffers.items() if each is not None}
+                module._buffers.update({name: in_dtype(each, wide) for name, each in held.items()})
         dtype = self.format.half_weights
         if dtype is None:
             return kept
