@@ -300,9 +300,9 @@ class Trainer:
     def train_step(self, microbatches: list[Batch]) -> StepRecord:
         """Take one optimizer step over the microbatches and count it; the host does not wait for the device."""
         lr = self._set_lr()
+        # Forward and backward, once for each microbatch.
+        loss, correction, units = self.gradients(microbatches)
         with self.precision.widened():
-            # Forward and backward, once for each microbatch.
-            loss, correction, units = self.gradients(microbatches)
             # Unscale, clip, step, and adapt the loss scale.
             grad_norm, skipped, scale = self.update.step(self.step, correction)
             self.step += 1
@@ -327,7 +327,7 @@ class Trainer:
         for number, microbatch in enumerate(microbatches, 1):
             batch, last = to_device(microbatch, self.device), number == len(microbatches)
             # Only the last one exchanges gradients, which is decided before its forward pass.
-            with self.config.parallel.microbatch(self.replica, last):
+            with self.config.parallel.microbatch(self.replica, last), self.precision.widened():
                 with self.precision.autocast(self.device):
                     output = self.recipe.loss(self.replica, batch)
                 share = output.loss_sum / divisor

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tests.helpers import compose, fit, start
-from trainer.data.contract import Batch
+from trainer.data.contract import Batch, SampleId
 from trainer.trainer import Trainer
 
 STEPS, LR = 3, 1e-3
@@ -97,8 +97,7 @@ def error(actual: Tensor, exact: Tensor) -> float:
 def first_gradients(trainer: Trainer, microbatches: list[Batch]) -> tuple[Tensor, Tensor]:
     """The loss and the gradients of a step that is not taken."""
     buffers = {name: buffer.clone() for name, buffer in trainer.model.named_buffers()}
-    with trainer.precision.widened():
-        loss = trainer.gradients(microbatches).loss
+    loss = trainer.gradients(microbatches).loss
     found = flat(parameter.grad for parameter in trainer.model.parameters())
     trainer.model.zero_grad()
     for name, buffer in trainer.model.named_buffers():
@@ -136,3 +135,41 @@ def test_loss_gradients_and_weights_are_those_of_a_double_model(job: str) -> Non
         optimizer.zero_grad()
     after = flat(model.parameters())
     assert error(flat(trainer.model.parameters()) - before, after - before) < 1e-9
+
+
+def test_what_an_optimizer_computes_in_bf16_is_fp64_and_so_are_averages() -> None:
+    trainer = trainer_of("fp64", *JOBS["bignet"], "optimizer=muon", "ema=default", "ema.decay=0.5")
+    weights = dict(trainer.model.named_parameters())
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    exact: dict[str, Tensor] = {}
+    microbatches = next(trainer.batches())
+    trainer.gradients(microbatches)
+    total = flat(weight.grad for weight in weights.values()).norm()
+    for name, weight in weights.items():
+        if weight.ndim == 2 and weight.grad is not None:  # Nesterov's first step, as in torch.optim.Muon
+            gradient = weight.grad * min(1.0, float(1 / (total + 1e-6)))
+            moved = gradient * (1 - 0.95)
+            x = gradient + 0.95 * (moved - gradient)
+            x = x / x.norm()
+            for _ in range(5):
+                gram = x @ x.T
+                x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
+            exact[name] = before[name] - LR * 0.2 * 16**0.5 * x
+    trainer.model.zero_grad()
+    trainer.train_step(microbatches)
+    averages = trainer.average.persistent_weights()
+    for name, expected in exact.items():
+        change = expected - before[name]
+        assert error(weights[name].detach() - before[name], change) < 1e-10
+        decay = 2 / 11  # after one step, at most 0.5
+        assert error(averages[name] - before[name], (1 - decay) * change) < 1e-10
+    assert len(exact) == 3
+
+
+def test_an_evaluation_is_that_of_a_double_model() -> None:
+    trainer = trainer_of("fp64", *JOBS["bignet"], "data.samples=64")
+    model = trainer.config.recipe.build_model(trainer.datasets).double()
+    model.load_state_dict(trainer.model.state_dict())
+    count = len(trainer.datasets.valid)
+    batch = trainer.datasets.valid.batch([SampleId(index, None) for index in range(count)])
+    assert trainer.evaluate()["loss"] == pytest.approx(vectors(model, batch).item() / count, rel=1e-14)
