@@ -280,7 +280,7 @@ class Trainer:
         Raises:
             UserError: it is not of this model and this optimizer, or is damaged; nothing was loaded.
         """
-        saved.restore(self.model, self.optimizer, self.masters, self.average)
+        saved.restore(self.model, self.optimizer, self.masters, self.average, self.precision.widened())
         self.loss_scale.load_state_dict(saved.loss_scale)
         self.step = saved.step
         if (rng := saved.rng(self.world.rank)) is not None:  # a rank that was not there before has a seed of its own
