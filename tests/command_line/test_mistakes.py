@@ -62,8 +62,19 @@ recipe=bignet | +trainer.max_epochs=3 | ; set epochs=3
 recipe=bignet | model.lr=1 | ; set optimizer.lr=1
 recipe=bignet | use_amp=true | ; set precision=fp16
 recipe=bignet | amp=O1 | ; set precision=fp16
-recipe=bignet | opt_level=O2 | ; set precision=fp16
-recipe=bignet | opt_level=O0 | ; leave opt_level=O0 out
+recipe=bignet precision=fp64 | compile=default | compile=default has no effect with precision=fp64
+recipe=bignet precision=fp64 | optimizer.state=bf16 | has its state in fp64; set optimizer.state=auto
+recipe=bignet precision=fp64 | scaler=dynamic | fp64 has more than fp32's range
+recipe=bignet precision=fp64 | 'precision.fp32_ops=[softmax]' | precision.fp32_ops has no effect with precision=fp64
+recipe=bignet | opt_level=O0 | ; set precision=fp32
+recipe=bignet | opt_level=O1 | ; set precision=fp16
+recipe=bignet | --opt-level=O2 | ; set precision=fp16_master
+recipe=bignet | amp_opt_level=O3 | ; set precision=fp16_pure
+recipe=bignet | amp_level=o2 | ; set precision=fp16_master
+recipe=bignet | precision=O2 | ; set precision=fp16_master
+recipe=bignet | precision=double | ; set precision=fp64
+recipe=bignet | precision=bf16-mixed | ; set precision=bf16
+recipe=bignet | trainer.precision=64-true | ; set precision=fp64
 recipe=bignet | half=true | ; set precision=fp16
 recipe=bignet | mixed_precision=bf16 | ; set precision=bf16
 recipe=bignet | mixed_precision=no | ; leave mixed_precision=no out
@@ -126,7 +137,7 @@ recipe=bignet | optimizer.betas=0.9,0.95 | ; set 'optimizer.options.betas=[0.9,0
 recipe=bignet | optimizer.betas=(0.9,0.95) | square brackets; set 'optimizer.options.betas=[0.9,0.95]'
 recipe=bignet | optimizer.options.betas=0.9,0.95 | ; set 'optimizer.options.betas=[0.9,0.95]'
 -m recipe=bignet | seeds=0,1 | ; set seed=0,1
--m recipe=bignet | precision=fp32,fp64 | -
+-m recipe=bignet | precision=fp32,fp46 | -
 -m recipe=bignet steps=1 | batch_size=4,-4 | batch_size=-4 must be at least 1
 -m recipe=bignet | optimizer.lr=1e-3,abc | -
 recipe=bignet | --experiment amp_mlp | ; set experiment=amp_mlp
