@@ -85,6 +85,7 @@ def check(row: Row, run: Callable[[list[str]], Result], monkeypatch: pytest.Monk
 SCRIPTS = {
     "compare": ("evidence.comparison.command:main", "evidence.runs.Runner.run_all"),
     "advise": ("evidence.advice.command:main", "evidence.advice.search.Search.run"),
+    "layers": ("evidence.layers.command:main", "evidence.layers.search.Search.run"),
     "search": ("evidence.search.search:main", "evidence.search.search.run_trials"),
     "lr_range": ("evidence.search.lr_range:main", "evidence.search.lr_range.range_test"),
     "memory": ("evidence.memory.command:memory", "evidence.memory.command.forecast"),

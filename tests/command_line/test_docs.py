@@ -40,8 +40,9 @@ ELSEWHERE = (
     f"{TRAIN} recipe=text_classifier",
     # Takes several processes, or minutes.
     "torchrun ", "python benchmarks/bench.py", "python scripts/advise.py",
-    "python scripts/compare.py", "python scripts/lr_range.py", "python scripts/max_batch.py",
-    "python scripts/reproduce.py claim=", "python scripts/search.py", "python scripts/sync.py", "python scripts/ui.py",
+    "python scripts/compare.py", "python scripts/layers.py", "python scripts/lr_range.py",
+    "python scripts/max_batch.py", "python scripts/reproduce.py claim=", "python scripts/search.py",
+    "python scripts/sync.py", "python scripts/ui.py",
     # Fails on purpose, or needs a file that the reader writes.
     "python scripts/doctor.py",
     f"{TRAIN} recipe=t5 data=synthetic", f"{TRAIN} recipe=llama recipe.size=nano",

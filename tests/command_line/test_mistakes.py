@@ -303,6 +303,7 @@ def test_a_mistake_leaves_nothing_and_its_remedy_is_accepted(
 # --- the other scripts
 
 TINY = "recipe=bignet recipe.layers=2 recipe.width=16"
+STACK = "recipe=bignet recipe.layers=8 recipe.width=16"
 SPACE = "space.optimizer.lr=tag(log,interval(1e-4,1e-2))"
 OTHERS = r"""
 compare TINY | arms=fp32,bf61 | arms: bf61 is not a precision
@@ -332,6 +333,19 @@ advise TINY | time_budget=5 | time_budget=5 is not a duration
 advise TINY | resume=runs/mine | -
 advise TINY | debug=overfit | -
 advise TINY | precision=fp32,bf16 | has several values; advise.py chooses
+layers STACK | - | precision=fp32 has no layers that need more bits … (fp8, mxfp8, nvfp4); set precision=nvfp4
+layers STACK | precision=bf16 | set precision=nvfp4
+layers STACK precision=nvfp4 | seeds=2 | a verdict needs 3 seeds or more; set seeds=3
+layers STACK precision=nvfp4 | margin=0 | -
+layers STACK precision=nvfp4 | seed=1 | seed=1 has no effect: set for every run
+layers STACK precision=nvfp4 | steps=20 | a quarter of them ranks the layers … ; set steps=40
+layers STACK precision=nvfp4 | precision.then=bf16 | has no effect: every run keeps its formats; leave
+layers STACK precision=nvfp4 | early_stopping.patience=3 | has no effect: every run takes all its steps
+layers STACK precision=nvfp4 | batch_size=8,16 | layers.py searches the layers of one setting
+layers STACK precision=nvfp4 | sedes=3 | set seeds=3
+layers STACK precision=nvfp4 | parallel=ddp | -
+layers precision=nvfp4 | recipe=resnet recipe.arch=resnet18 steps=60 | no linear layer of recipe=resnet
+layers precision=nvfp4 recipe=bignet recipe.width=16 | recipe.layers=1 | is all that multiplies in nvfp4
 search TINY | - | there is nothing to search
 search TINY | space.output_dir=choice(a,b) | output_dir is not an option of the training
 search TINY SPACE | optimizer.lr=0.1 | optimizer.lr=0.1 sets what is searched
@@ -420,7 +434,7 @@ def work(made: Path, folder: Path, script: Callable[..., Result], monkeypatch: p
     return lambda words: up_to_the_work(words, script, monkeypatch)
 
 
-@pytest.mark.parametrize("row", rows(OTHERS, PAIR="TINY arms=fp32,bf16", TINY=TINY, SPACE=SPACE))
+@pytest.mark.parametrize("row", rows(OTHERS, PAIR="TINY arms=fp32,bf16", TINY=TINY, STACK=STACK, SPACE=SPACE))
 def test_a_mistake_in_another_script(
     row: Row, work: Callable[[list[str]], Result], made: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
