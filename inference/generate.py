@@ -81,7 +81,7 @@ def generation(exported: Exported, options: GenerateOptions, overrides: Sequence
         print("warning: parts of the prompt are unknown to the tokenizer", file=sys.stderr)
     ids = torch.tensor([tokens], dtype=torch.int64)
     network = exported.network()
-    # Under the names that it has in training, which precision.fp32_modules and the recipe's blocks may use.
+    # Under the names that it has in training, which precision.modules and the recipe's blocks may use.
     run.in_precision(nn.ModuleDict({exported.recipe: network, "network": network}) if causal else network)
     torch.manual_seed(options.seed)
     written, texts, started = 0, [], time.perf_counter()

@@ -16,8 +16,9 @@ from trainer.config.schema import Config
 from trainer.config.settle import MICRO, Plan, plan_of, settle
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
+from trainer.files import PRECISION_FILE, read_object
 from trainer.hardware import Hardware, detect
-from trainer.precision.kernels import convolves, not_timed_here
+from trainer.precision.kernels import convolves
 
 _LONGEST = 1024
 """Tokens of a sample for an exported folder alone, where its model takes more."""
@@ -48,9 +49,8 @@ class RunConfig:
         return self.plan.hardware
 
     def not_timed(self, model: nn.Module) -> str | None:
-        """Return why the model's speed is not that of its format, see ``not_timed_here``."""
-        precision = self.config.precision
-        return not_timed_here(precision.mode, self.hardware, precision.kernels, convolves(model))
+        """Return why the model's speed is not that of its formats, see ``not_timed_here``."""
+        return self.config.precision.not_timed(self.hardware, convolves(model))
 
     def with_data(self, datasets: Datasets) -> tuple[RunConfig, Datasets]:
         """Return the config with what the open data decides, and the data as it is to be fetched."""
@@ -86,6 +86,7 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
     of_the_model = {
         **dict.fromkeys(("data.tokenizer", "data.vocab_size", "recipe.pretrained"), "brings weights and tokenizer"),
         **dict.fromkeys(("recipe.mean", "recipe.std"), "normalises images as it was trained"),
+        **dict.fromkeys(("precision.then", "precision.until"), "is used in one precision"),
         "recipe": f"is a {exported.recipe}",
     }
     for key in sorted(typed & of_the_model.keys()):
@@ -114,6 +115,9 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
     # Training's batch need not be a multiple of the microbatch.
     fixed = [f"batch_size={micro_batch_size}", "run_name=evaluation"]
     config = compose([*overrides, *fixed], recorded, exported.own)
+    # In the format of the step that the weights are of, where training changed it.
+    step = read_object(exported.folder / PRECISION_FILE).get("step", 0)
+    config = replace(config, precision=config.precision.at(step))
     check_context(getattr(config.recipe, "context", "auto"), exported.positions)
     samples = config.eval_samples if isinstance(config.eval_samples, int) else None
     return RunConfig(plan_of(config, detect(config.device)), exported.run is not None and not other_data, samples)

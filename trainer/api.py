@@ -21,6 +21,7 @@ from trainer.config.command_line import as_typed
 from trainer.config.schema import Config
 from trainer.data.loader import end_if_repeated
 from trainer.errors import UserError
+from trainer.precision.names import key_of
 from trainer.recipe import Recipe, UserRecipe
 from trainer.run.fit import release_memory
 from trainer.run.start import train as start
@@ -137,7 +138,7 @@ def _text(key: str, value: object) -> str:
     if isinstance(value, str | PathLike):
         return as_typed(fspath(value))
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{inner}:{_text(key, each)}' for inner, each in value.items())}}}"
+        return f"{{{','.join(f'{key_of(str(inner))}:{_text(key, each)}' for inner, each in value.items())}}}"
     if isinstance(value, Iterable):
         return f"[{','.join(_text(key, each) for each in value)}]"
     raise UserError(

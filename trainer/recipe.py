@@ -272,7 +272,7 @@ class Recipe:
         return []
 
     def fp32_modules(self, model: Any) -> list[str]:
-        """Return the names of submodules that compute in fp32 in every 16-bit format, as ``precision.fp32_modules``."""
+        """Return the names of submodules that compute in fp32 in every 16-bit format, beside ``precision.modules``."""
         return []
 
     def count_targets(self, batch: Batch) -> int:

@@ -29,7 +29,8 @@ from trainer.optim.masters import masters_of
 from trainer.optim.state import training_state
 from trainer.optim.update import Update
 from trainer.parallel.world import World
-from trainer.precision.kernels import convolves
+from trainer.precision.kernels import choose, convolves
+from trainer.precision.modes import Precision
 from trainer.recipe import Decision, LossOutput, UserRecipe, losses_of_some
 
 log = logging.getLogger("mantissa")
@@ -87,8 +88,8 @@ class Trainer:
         self.plan, self.config, self.recipe = settled, config, config.recipe
         self.datasets = settled.datasets
         """What it trains on and is evaluated on."""
-        self.precision = config.precision
-        """The one in force, which changes after step ``precision.until``."""
+        self.precision = config.precision.phases[0]
+        """The one in force: that of the last step that was taken, see ``enter``."""
         self.order = DataOrder(len(self.datasets.train), config.seed)
         self.hardware, self.device, self.world = settled.hardware, settled.hardware.device, settled.world
         self.decisions: list[Decision] = []
@@ -100,8 +101,7 @@ class Trainer:
         self.model = self.first_model()
         self.convolves = convolves(self.model)
         """Whether the model has convolutions, whose kernels then count where its precision is reported."""
-        self.kernels = config.use_kernels(self.hardware, self.convolves)
-        """How 16-bit operands are multiplied on a CPU."""
+        config.use_kernels(self.hardware, self.convolves)
         if isinstance(self.recipe, UserRecipe):  # whose model need not follow the seed
             self.world.broadcast([tensor.detach() for tensor in self.model.state_dict().values()])
         self.frozen = freeze(self.model, config.freeze or [])
@@ -111,11 +111,9 @@ class Trainer:
         self.fp32_modules = config.precision.convert(
             self.model, self.device, self.recipe.blocks, self.recipe.fp32_modules
         )
-        blocks = self.recipe.blocks(self.model)
+        self._blocks = blocks = self.recipe.blocks(self.model)
         config.activation_checkpointing.apply(blocks)
-        mixed = bool(self.fp32_modules or config.precision.fp32_ops)
-        compiled = config.parallel.compiled(self.model, blocks)
-        config.compile.apply(compiled, self.device, mixed, config.precision.rounds_as_eager)
+        self._compile()
         self.replica = config.parallel.wrap(self.model, blocks, self.device, config.precision)
         """The model as training's forward passes call it."""
         if self.world.rank:
@@ -128,7 +126,7 @@ class Trainer:
         kept = dict(self.masters.persistent_weights() if self.masters else ())
         self.average = Average(config.ema, self.model, kept)
         """The averaged weights, which evaluation and the export use where there are any."""
-        self.loss_scale = config.scaler.build(config.precision.format, self.device)
+        self.loss_scale = config.scaler.build(self.precision.format, self.device)
         self.update = self.update_class(
             self.optimizer, changed.parameters(), self.loss_scale, config.clip, self.masters
         )
@@ -279,15 +277,50 @@ class Trainer:
             UserError: it is not of this model and this optimizer, or is damaged; nothing was loaded.
         """
         saved.restore(self.model, self.optimizer, self.masters, self.average)
+        self.enter(self.config.precision.at(saved.step))
         self.loss_scale.load_state_dict(saved.loss_scale)
         self.step = saved.step
         if (rng := saved.rng(self.world.rank)) is not None:  # a rank that was not there before has a seed of its own
             set_random_state(rng, self.device)
 
+    @property
+    def next_precision(self) -> Precision:
+        """The precision of the next step."""
+        return self.config.precision.at(self.step + 1)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the precision in force is that of ``precision.then``."""
+        return self.precision != self.config.precision.phases[0]
+
+    @property
+    def kernels(self) -> str:
+        """How 16-bit operands are multiplied on a CPU."""
+        return choose(self.precision.half, self.precision.kernels, self.hardware, self.convolves)
+
+    def enter(self, precision: Precision) -> None:
+        """Compute in a precision from here on: one of the run's ``phases``. Weights and optimizer stay as they are."""
+        if precision == self.precision:
+            return
+        self.precision = precision
+        precision.apply()
+        precision.convert_layers(self.model, self.device, self._blocks, self.fp32_modules)
+        if self.config.compile.mode != "off":
+            torch.compiler.reset()  # its graphs are of the other layers
+            self._compile()
+        self.loss_scale = self.update.loss_scale = self.config.scaler.build(precision.format, self.device)
+
+    def _compile(self) -> None:
+        """Let torch.compile compile the model, or its blocks, at their next call."""
+        config = self.config
+        mixed = bool(self.fp32_modules or self.precision.fp32_ops)
+        compiled = config.parallel.compiled(self.model, self._blocks)
+        config.compile.apply(compiled, self.device, mixed, self.precision.rounds_as_eager)
+
     def build_model(self) -> nn.Module:
         """Build another model in the precision of this one, on the host."""
         model = self.recipe.build_model(self.datasets)
-        self.config.precision.convert(model, self.device, self.recipe.blocks, self.recipe.fp32_modules)
+        self.precision.convert(model, self.device, self.recipe.blocks, self.recipe.fp32_modules)
         return model
 
     def batches(self) -> Generator[list[Batch], None, None]:
@@ -297,6 +330,7 @@ class Trainer:
 
     def train_step(self, microbatches: list[Batch]) -> StepRecord:
         """Take one optimizer step over the microbatches and count it; the host does not wait for the device."""
+        self.enter(self.next_precision)
         lr = self._set_lr()
         # Forward and backward, once for each microbatch.
         loss, correction, units = self.gradients(microbatches)

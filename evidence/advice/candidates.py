@@ -88,7 +88,7 @@ def space_of(overrides: Sequence[str], hardware: Hardware, datasets: Datasets) -
     space, tight = Space(notes=notes), bool(notes)
     recipe = plan_of(config, hardware).config.recipe
     model = meta_model(recipe, datasets)
-    if why := not_timed_here(config.precision.mode, hardware, config.precision.kernels, convolves(model)):
+    if why := config.precision.not_timed(hardware, convolves(model)):
         notes.append(f"the default: {why}")
     values: dict[str, Sequence[object]] = {}
     if not is_set(overrides, PRECISION):

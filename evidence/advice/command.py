@@ -83,6 +83,7 @@ def main(arguments: list[str]) -> int:
     time_budget_s = seconds_of("time_budget=", options.time_budget)
     check_single(overrides, "advise.py chooses what it tries; set one value, or leave it out")
     config = compose(overrides)
+    config.precision.check_single("advise.py times each format by itself")
     check_output_dir(config.output_dir)
     hardware = detect(config.device)
     plan = plan_of(config, hardware)  # mistakes before any work

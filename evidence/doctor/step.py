@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from mantissa.errors import FormatError
-from mantissa.formats import Format, with_masters
+from mantissa.formats import FORMATS, FP32, Format, with_masters
 from mantissa.step.flags import flags_of
 from mantissa.step.step import Batch, Remedies, Step
 from mantissa.step.updates import UpdateMeter
@@ -33,6 +33,7 @@ from trainer.parallel.compile import Compile
 from trainer.parallel.world import World
 from trainer.parallel.wrap import Parallel
 from trainer.precision.modes import Precision
+from trainer.precision.names import typed
 from trainer.precision.scaler import StaticScaler
 from trainer.trainer import Trainer
 
@@ -46,6 +47,7 @@ class Overrides(Remedies):
 
     Args:
         optimizer: of the run.
+        precision: of the run.
         folder: of the run; None: there is none yet.
     """
 
@@ -53,21 +55,22 @@ class Overrides(Remedies):
     eager = Typed("compile=off")
     time_budget = "time_budget={:.0f}s"
 
-    def __init__(self, optimizer: Optimizer, folder: Path | None) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, precision: Precision, folder: Path | None) -> None:
+        self._optimizer, self._precision = optimizer, precision
         self.fresh_state = "a fresh state of the optimizer at this step"
         if folder is not None:
             self.fresh_state = Typed(shlex.quote(f"init_from={as_typed(str(folder))}"))
 
     def modules(self, names: Sequence[str]) -> Typed:
-        quoted = (name if any(map(str.isalpha, name)) else f"'{name}'" for name in names)  # 0.10 would be a number
-        return Typed(f'"precision.modules={{{",".join(f"{name}:fp32" for name in quoted)}}}"')
+        return Typed(typed("precision.modules", self._precision.with_islands(names)))
 
     def operators(self, names: Sequence[str]) -> Typed:
         return Typed(f'"precision.fp32_ops=[{",".join(names)}]"')
 
     def format(self, format: Format) -> Typed:
-        return Typed(f"precision={format.name}")
+        had, other = self._precision, self._precision.in_mode(format.name)
+        modules = [typed("precision.modules", other.modules)] * (other.modules != had.modules)
+        return Typed(" ".join([f"precision={format.name}", *modules]))
 
     def rate(self, factor: float) -> Typed:
         return Typed(f"optimizer.lr={self._optimizer.lr * factor:.6g}")
@@ -111,19 +114,21 @@ class TrainerStep(Step):
 
     def _config_in(self, format: Format) -> Config:
         """Return the config of the run, for one eager process in a format whose loss scale the replay sets."""
-        asked = self.config.precision
-        precision = asked if format.half is not None else Precision()
-        if format.name != asked.mode:
-            precision = replace(precision, mode=format.name, fp8_scaling=None)
+        precision = self.config.precision.in_mode(format.name)
         return replace(
             self.config,
             precision=replace(
-                precision, modules=dict.fromkeys(self.fp32_modules, "fp32"), fp32_ops=self.fp32_ops or None
+                precision, modules=precision.with_islands(self.fp32_modules), fp32_ops=self.fp32_ops or None
             ),
             scaler=StaticScaler(force=True, scale=1.0),
             compile=Compile(),
             parallel=Parallel(),
         )
+
+    @property
+    def unit_roundoff(self) -> float:
+        modes = self.config.precision.in_mode(self.format.name).formats
+        return max(FORMATS[mode].number.unit_roundoff for mode in modes)
 
     def batches(self, first: int, count: int) -> list[list[Batch]]:
         samples, batching, hardware = self.settled.datasets.train, self.settled.batching, self.settled.hardware
@@ -141,7 +146,9 @@ class TrainerStep(Step):
 
 def step_of(trainer: Trainer, folder: Path | None = None) -> TrainerStep:
     """Copy what the next step of a trainer starts from; ``folder`` is that of its run."""
-    config, settled, hardware, datasets = trainer.config, trainer.plan, trainer.hardware, trainer.datasets
+    trainer.enter(trainer.next_precision)
+    config = replace(trainer.config, precision=trainer.precision)
+    settled, hardware, datasets = trainer.plan, trainer.hardware, trainer.datasets
     format, order = config.precision.format, trainer.order
     # Data may draw from the generators, before the step does.
     (microbatches,) = config.loader.steps(datasets.train, order, settled.batching, trainer.step, 1, hardware=hardware)
@@ -159,7 +166,7 @@ def step_of(trainer: Trainer, folder: Path | None = None) -> TrainerStep:
     prototype = trainer.recipe.build_model(datasets)
     set_random_state(generators, trainer.device)
     return TrainerStep(
-        remedies=Overrides(config.optimizer, folder),
+        remedies=Overrides(config.optimizer, config.precision, folder),
         number=trainer.step + 1,
         format=format,
         written_in=format,
@@ -172,7 +179,7 @@ def step_of(trainer: Trainer, folder: Path | None = None) -> TrainerStep:
         moments=moments,
         scale=trainer.loss_scale.scale.item(),
         least_scale=config.scaler.floor if trainer.loss_scale.recovers else 0.0,
-        fp32_modules=[name for name, mode in config.precision.modules.items() if mode == "fp32"],
+        fp32_modules=[name for name, mode in config.precision.modules.items() if mode == FP32.name],
         fp32_ops=config.precision.fp32_ops or [],
         eps=max((group.get("eps") or 0.0 for group in trainer.optimizer.param_groups), default=0.0),
         compiles=config.compile.mode != "off",

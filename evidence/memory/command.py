@@ -55,7 +55,9 @@ def max_batch(arguments: list[str]) -> int:
     """Search for the largest microbatch, and print it with the overrides to paste."""
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     options, overrides = parse(arguments, MaxBatchOptions, "overrides")
-    memory_bytes = parse_memory_budget(options.memory_budget, detect(compose(overrides).device))
+    config = compose(overrides)
+    config.precision.check_single("the largest batch is found for one format at a time")
+    memory_bytes = parse_memory_budget(options.memory_budget, detect(config.device))
     largest = largest_micro_batch(overrides, memory_bytes)
     print(f"\nlargest micro_batch_size in {options.memory_budget}, {MARGIN:.0%} of it left free: ", end="")
     print(

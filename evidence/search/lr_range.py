@@ -68,6 +68,7 @@ def main(arguments: list[str]) -> int:
         label: compose(overrides) for label, overrides in combinations([*overrides, f"steps={options.steps}"]).items()
     }
     for config in configs.values():
+        config.precision.check_single("a test is of one format")
         plan_of(config, detect(config.device))  # mistakes before any work
     first = next(iter(configs.values()))
     hardware = detect(first.device)

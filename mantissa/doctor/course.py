@@ -72,10 +72,9 @@ class Standard:
         """The middle of the losses of references that are changed by the rounding error, and how far from it a loss
         may be; infinite: anything is rounding.
         """
-        number = self._step.format.number
-        if number is FP32:  # whose chaos soon leaves any spread
+        if self._step.format.number is FP32:  # whose chaos soon leaves any spread
             return self.exact, torch.full_like(self.exact, math.inf)
-        unit = number.unit_roundoff
+        unit = self._step.unit_roundoff
         references = torch.stack([_perturbed(self._step, self.batches, unit, seed) for seed in range(_REPLAYS)])
         spread = (references.max(0).values - references.min(0).values).cummax(0).values
         return references.mean(0), _TIMES * spread.clamp(min=unit * unit)

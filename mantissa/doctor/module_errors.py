@@ -230,8 +230,9 @@ class _Comparison:
         self._cotangents = [value.gradient for _, value in self._targets]
         self._module = reference.model.get_submodule(call.module)
         self._layer: Any = low.model.get_submodule(call.module)
-        if self._number.scaled and (call.autocast is None or not scaled_number(self._layer)):
-            self._number = BF16
+        scaled = scaled_number(self._layer) if call.autocast is not None else None
+        if scaled is not None or self._number.scaled:
+            self._number = scaled or BF16
 
     def rows(self) -> list[LocalError]:
         """Return the errors of what it computes, and of the gradients; leave the input gradients in the call."""

@@ -40,7 +40,7 @@ def whole_gradients(step: Step, budget: Budget) -> Examined:
         for seed in range(_OF_LOSS if low[""] > WRONG_LOSS else _PERTURBATIONS):
             if seed >= _PERTURBATIONS and not budget.goes_on("perturbations of the loss"):
                 break
-            (perturbed,) = reference.perturb(step.format.number.unit_roundoff, seed, [step.microbatches])
+            (perturbed,) = reference.perturb(step.unit_roundoff, seed, [step.microbatches])
             for name, error in gradient_errors(reference.true_gradients(perturbed), exact).items():
                 rounding[name] = max(rounding[name], error)
     examined = _judged(exact, rounding, step)

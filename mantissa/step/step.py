@@ -274,6 +274,11 @@ class Step(Protocol):
         """Dtype of what its format is compared with: fp32 for 16 bits and fewer, fp64 for fp32 and tf32."""
         return torch.float32 if self.format.half is not None else torch.float64
 
+    @property
+    def unit_roundoff(self) -> float:
+        """That of the coarsest numbers that it multiplies."""
+        return self.format.number.unit_roundoff
+
     def exact(self) -> Replay:
         """Return the replay that its format is compared with."""
         return self.reference(self.exact_dtype)

@@ -122,7 +122,7 @@ def test_compile_off_and_default_agree(succeed: Train, folder: Path) -> None:
 @pytest.mark.usefixtures("plots")
 def test_the_run_folder_holds_everything(succeed: Train, folder: Path) -> None:
     done = succeed(*GPT2, "precision=bf16", "steps=8", "batch_size=4", "micro_batch_size=2", "eval_samples=4",
-                 "tracking=local", "profiler=torch", "precision.fp32_modules=[ln_f]")  # fmt: skip
+                 "tracking=local", "profiler=torch", "precision.modules={ln_f:fp32}")  # fmt: skip
     assert done.err == ""
     run = only_run(folder)
     assert {path.name for path in run.iterdir()} == {

@@ -153,15 +153,39 @@ recipe=bignet | --experimental-rerun=x | resume continues a run
 recipe=bignet | recipe.layers=2.5 | -
 - | optimizer.lr=high | optimizer.lr=high must be a number
 - | optimizer.fused=auto | optimizer.fused=auto must be true or false
-precision=bf16 | precision.fp32_modules=lm_head | must be a list
+precision=bf16 | precision.modules=lm_head | must be formats by name pattern, such as {lm_head:fp32}
+precision=bf16 | precision.fp32_modules=[lm_head,'0.10'] | ; set 'precision.modules={lm_head:fp32,0.10:fp32}'
 - | tags=[a] | tags=[a] must be names with values, such as tags.NAME=VALUE
 - | run_name=a/b | run_name=a/b … without a slash
 recipe=bignet | optimizer.groups={0:2.0} | -
 # options that exclude each other, or do not fit
 precision=fp16 | scaler=none | scaler=none with precision=fp16
 recipe=bignet precision=bf16 | scaler=dynamic | -
-recipe=bignet | precision=bf16_pure 'precision.fp32_modules=["*"]' | -
+recipe=bignet | precision=bf16_pure 'precision.modules={*:fp32}' | -
 recipe=resnet | precision=mxfp8 | -
+GPT2 precision=fp16 | precision.modules={h.0:nvfp4} | only in a run in one of bf16, … or precision=bf16
+GPT2 precision=nvfp4 | precision.modules={h.0:nvpf4} | ; set 'precision.modules={h.0:nvfp4}'
+GPT2 precision=nvfp4 | precision.modules={lm_head:fp16} | one 16-bit dtype … ; set 'precision.modules={}'
+GPT2 precision=nvfp4 | precision.modules={h.0:fp32,h.0.mlp:bf16} | set 'precision.modules={h.0.mlp:bf16,h.0:fp32}'
+GPT2 precision=nvfp4 | precision.modules={*:bf16} | no linear layer in the model's blocks is left … ; set precision=bf16
+GPT2 precision=bf16 | precision.modules={ln_1:fp8} | has no linear layer … ; set 'precision.modules={}'
+recipe=bignet precision=bf16 | precision.modules={0:mxfp8} | a multiple of 32; set 'precision.modules={\[0\]:mxfp8,
+recipe=bignet | precision=mxfp8 | must be a multiple of 32; set precision=bf16
+GPT2 precision=bf16 | precision.gradients=bf16 | in which no layer is scaled; leave it out
+GPT2 precision=nvfp4 | precision.gradients=fp8 | ; set precision.gradients=bf16
+recipe=bignet precision=bf16 | precision.until=0.8 | no effect without precision.then
+recipe=bignet precision=bf16 | precision.then=fp32 | needs precision.until
+recipe=bignet precision=bf16 | precision.then=bf16 precision.until=0.8 | nothing would change
+recipe=bignet precision=bf16 precision.then=fp32 | precision.until=1.5 | the number of a step, or a share
+recipe=bignet precision=bf16 precision.then=fp32 | precision.until=0 | the number of a step, or a share
+recipe=bignet precision=bf16 precision.then=fp32 | precision.until=true | -
+recipe=bignet precision=bf16 precision.then=fp32 | precision.until=most | -
+recipe=bignet precision=bf16 precision.then=fp32 steps=10 | precision.until=10 | leaves no step to precision.then=fp32
+recipe=bignet precision=bf16 precision.then=fp32 steps=10 | precision.until=0.04 | leaves no step to precision=bf16
+recipe=bignet precision=bf16 precision.until=0.8 | precision.then=fp61 | is unknown
+recipe=bignet precision=bf16 | precision.then=bf16_master precision.until=0.8 | holds weights in 16 bits
+recipe=bignet precision.then=bf16 precision.until=0.8 | precision=fp16_pure | holds weights in 16 bits
+recipe=bignet precision=fp16 precision.then=bf16 precision.until=0.8 | scaler=static | scaler=static with precision=bf16
 recipe=bignet | epochs=2 steps=10 | -
 experiment=resnet18_fake | recipe=bignet | resnet18_fake: it sets recipe.arch, of recipe=resnet
 experiment=resnet18_fake | data=digits | it sets data.classes, of data=synthetic … no other data=; leave it out
@@ -307,6 +331,9 @@ search TINY SPACE | study=taken | -
 search TINY SPACE | resume=auto | resume=auto has no effect: the search sets it
 lr_range TINY | min=1 max=0.1 | must be learning rates above 0, min the lower one
 lr_range TINY | steps=5 | -
+lr_range TINY | precision=bf16 precision.then=fp32 precision.until=0.5 | no effect: a test is of one format
+advise TINY | precision=bf16 precision.then=fp32 precision.until=0.5 | no effect: advise.py times each format
+max_batch TINY | precision=bf16 precision.then=fp32 precision.until=0.5 | no effect: the largest batch is found
 lr_range TINY | schedule=cosine | has no effect: the test sets it itself
 lr_range TINY | parallel=ddp | parallel=ddp has no effect: each run has one process
 memory TINY precision=fp32,bf16 | -m | -

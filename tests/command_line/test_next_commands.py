@@ -26,7 +26,7 @@ FAST = ["steps=2", "batch_size=4", "eval_samples=4", "log_every=1", "profiler=no
 TEXT = ["recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=text", "data.path=my texts", *FAST]
 RUNS = {
     "own": ["recipe_path=my recipes", "recipe=ownrecipe", "recipe.width=7", *FAST],
-    "text": [*TEXT, "data.vocab_size=300", "precision=bf16", "precision.fp32_modules=[ln_f]"],
+    "text": [*TEXT, "data.vocab_size=300", "precision=bf16", "precision.modules={ln_f:fp32}"],
     "tuned": [*TEXT, "init_from=outputs/text", "optimizer.lr=2e-4", "note=a 2nd, shorter one", "+tags.a=b"],
     "published": ["experiment=shakespeare_cpu", "data.path=my texts/a.txt", "recipe.context=16", *FAST],
 }

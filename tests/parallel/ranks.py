@@ -192,11 +192,11 @@ def gathered(mode: str) -> dict[str, Any]:
         return gather(output, given, *rest, **options)
 
     found: dict[str, Any] = {}
-    for precision in ("bf16", "fp16"):
+    for precision in ("bf16", "fp16", CHANGING):
         states, outcomes = [], []
         for operands in (parallel._operands, lambda _: set()):
             with mock.patch.object(parallel, "_operands", operands):
-                trainer = trainer_of(compose(*TWO_STEPS, *GPT2, f"precision={precision}", f"parallel={mode}"))
+                trainer = trainer_of(compose(*TWO_STEPS, *GPT2, *f"precision={precision}".split(), f"parallel={mode}"))
             block, sent[0] = trainer.model.get_submodule("gpt2.transformer.h.0"), 0
             with mock.patch.object(dist, name, counted):
                 losses = [record.loss.item() for record in fit(trainer)]
@@ -208,6 +208,7 @@ def gathered(mode: str) -> dict[str, Any]:
     return found
 
 
+CHANGING = "bf16 precision.then=fp32 precision.until=1"
 ACTIVATIONS = ("none", "blocks", "selective")
 GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64", "steps=2")
 VISION = (

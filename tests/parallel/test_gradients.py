@@ -72,6 +72,13 @@ def test_weights_are_gathered_as_autocast_rounds_them_and_no_bit_changes(ranks: 
             assert {found["rounded"]["ln_1.weight"], *found["fp32"].values()} == {"torch.float32"}
 
 
+def test_a_run_that_changes_its_format_gathers_whole_weights(ranks: Ranks) -> None:
+    for rank in ranks("all", 2):
+        found = rank["gathered"]["bf16 precision.then=fp32 precision.until=1"]
+        assert found["rounded"] == found["fp32"]
+        assert found["fp32"]["mlp.c_fc.weight"] == "torch.float32"
+
+
 def test_results_and_errors_of_rank_0_reach_all_ranks(ranks: Ranks) -> None:
     first, second = (rank["exchange"] for rank in ranks("all", 2))
     assert second.pop("bug") == ["RunError", "rank 0 failed: x", 1]

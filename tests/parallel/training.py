@@ -26,6 +26,7 @@ TEXT = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic"
 IMAGES = ("recipe=resnet", "recipe.arch=timm/test_convnext", "data=digits", "augment=light", "device=cpu")
 STEPS = ("steps=4", "batch_size=8", "micro_batch_size=2", "clip=norm", "eval_samples=4")
 SGD, HALVES = ("optimizer=sgd", "optimizer.lr=0.1"), ("fp16_master", "bf16_sr", "bf16_pure", "fp16_pure")
+CHANGES = (("bf16", "fp32"), ("fp32", "fp16"))
 RULES: dict[str, tuple[str, ...]] = {
     "freeze bf16_master": ("freeze=['0.?',2.4.bias]", "precision=bf16_master"),
     "groups": ("optimizer.groups={0.0.*:{lr:3},bias:{lr:0.5},1.?:{weight_decay:0.5}}", "optimizer.layer_decay=0.8"),
@@ -35,6 +36,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "bf16 state": ("optimizer.state=bf16", "optimizer.layer_decay=0.8"),
     "average bf16_master": ("ema=default", "ema.decay=0.5", "precision=bf16_master", "optimizer.lr=0.1"),
     **{mode: (*SGD, f"precision={mode}", "scaler.init=1024") for mode in HALVES},
+    **{f"{a} then {b}": (f"precision={a}", f"precision.then={b}", "precision.until=2") for a, b in CHANGES},
     "mixing": ("augment.mixup=0.4", "augment.cutmix=1"),
     "lora bf16_master": ("recipe.lora.rank=2", "optimizer=sgd", "optimizer.lr=0.5", "precision=bf16_master"),
 }

@@ -19,6 +19,7 @@ from trainer.run.start import train
 from trainer.trainer import StepRecord, Trainer
 
 STEPS = 11
+CHANGING = "nvfp4 precision.then=fp16 precision.until=5"
 RECIPES = {
     "gpt2": [
         *("recipe=gpt2", "recipe.size=tiny", "recipe.context=16", "recipe.dropout=0.1"),
@@ -72,7 +73,7 @@ def go(folder: Path, recipe: str, mode: str, resume: str = "null") -> dict[str, 
     sizes = (f"steps={STEPS}", "batch_size=4", "micro_batch_size=2", "eval_every=5", "eval_samples=4", "log_every=4")
     scaled = ("clip=norm", f"scaler.init={2.0**21}", "scaler.interval=3")  # so that the scale also grows
     own = (f"output_dir={folder}", "run_name=run", f"resume={resume}", "tracking=local")
-    exactly = (f"precision={mode}", "device=cpu", "deterministic=true")
+    exactly = (*f"precision={mode}".split(), "device=cpu", "deterministic=true")
     return train(compose(*RECIPES[recipe], *sizes, *scaled, *own, *exactly)).summary
 
 
@@ -85,7 +86,7 @@ def end_state(folder: Path) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(
     ("recipe", "mode"),
-    [("gpt2", "fp16_master"), ("resnet", "bf16"), ("gpt2", "bf16_sr")],
+    [("gpt2", "fp16_master"), ("resnet", "bf16"), ("gpt2", "bf16_sr"), ("gpt2", CHANGING)],
 )
 def test_a_run_stopped_repeatedly_equals_an_uninterrupted_one(
     recipe: str, mode: str, tmp_path: Path, at_step: AtStep, tmp_path_factory: pytest.TempPathFactory
@@ -104,7 +105,7 @@ def test_a_run_stopped_repeatedly_equals_an_uninterrupted_one(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert same_bits(end_state(tmp_path), end_state(whole))
     assert metrics(tmp_path / "run") == metrics(whole / "run")
-    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 4, 5, 8, 10, 11, 11]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 4, 5, *[6] * (mode == CHANGING), 8, 10, 11, 11]
     before = json.loads((whole / "run" / "summary.json").read_text())
     same = ("status", "step", "final", "best", "skipped_steps")
     assert {key: summary[key] for key in same} == {key: before[key] for key in same}

@@ -8,9 +8,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainer.config.command_line import value_of
 from trainer.config.explain import PRETRAINED, meant
 from trainer.config.init_from import adopt
-from trainer.config.registration import by_key, check, key_of, name_of_composed, precision_of
+from trainer.config.registration import PATTERNS, by_key, check, key_of, name_of_composed, precision_of
 from trainer.config.schema import Config
 from trainer.config.settle import KEPT
 from trainer.config.text import unquoted
@@ -43,6 +44,10 @@ def build(
     if PRETRAINED in overridden:
         value = overridden[PRETRAINED]
         raise meant("pretrained", unquoted(value), f"{PRETRAINED} cannot be typed", f"{PRETRAINED}={value}")
+    # Hydra would merge them with those of a choice, or of the run that is continued.
+    for key in PATTERNS:
+        if isinstance(value := value_of(f"{key}={overridden.get(key)}"), dict):
+            OmegaConf.update(composed, key, value, merge=False)
     # The precision of auto, which names the run, and by which all else is checked; a run that is continued has its own.
     mode, why = precision_of(composed)
     if why and "resume" in recorded:

@@ -27,7 +27,7 @@ from trainer.config.explain import (
     takes_list,
     types_of,
 )
-from trainer.config.registration import CONF, choices, key_of
+from trainer.config.registration import CONF, PATTERNS, choices, key_of
 from trainer.config.text import unquoted
 from trainer.errors import UserError, most_like
 from trainer.run_folder import check_path
@@ -143,7 +143,7 @@ def read(arguments: Sequence[str]) -> CommandLine:
         _check_names(override)
     for number, override in enumerate(overrides):  # after the names, as it imports the classes of the options
         key, typed = override.key_or_group, str(override.input_line)
-        if key == "note" or key.startswith("tags.") or _is_misread(override):
+        if key == "note" or key.startswith("tags.") or key in PATTERNS or _is_misread(override):
             line.arguments[line.arguments.index(typed)] = text = _quoted_text(typed, override)
             overrides[number] = _parsed(text) or override
     return line
@@ -177,6 +177,8 @@ def _quoted_text(argument: str, override: Override | None) -> str:
     """Return an override with its text in quotes where the grammar would not read it as text."""
     named, equals, typed = argument.partition("=")
     key = named.lstrip("+")
+    if key in PATTERNS:
+        return re.sub(r"(?<=[{,])[^{}:,]+(?=:)", _as_pattern, argument)
     if key == "note" and typed != "null" and typed[:1] not in ("'", '"'):
         typed = quoted(typed)  # a sentence may have commas
     elif (
@@ -189,6 +191,16 @@ def _quoted_text(argument: str, override: Override | None) -> str:
     elif types_of(key) & {"int", "int | None", "int | str"}:  # which OmegaConf reads from digits alone
         typed = ",".join(f"{float(text):.0f}" if _WHOLE.fullmatch(text) else text for text in typed.split(","))
     return f"{named}{equals}{typed}"
+
+
+def _as_pattern(found: re.Match[str]) -> str:
+    """Return the key of a dictionary as the grammar reads it as a name pattern, which takes no quotes there.
+
+    Brackets need a backslash. What it would read as a number, such as 0.10, gets its first character in brackets.
+    """
+    key = re.sub(r"(?<!\\)[][]", r"\\\g<0>", found[0].strip())
+    value = value_of(f"key={{{key}:0}}")
+    return key if value is None or isinstance(next(iter(value)), str) else f"\\[{key[0]}\\]{key[1:]}"
 
 
 def _is_misread(override: Override) -> bool:

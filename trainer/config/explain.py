@@ -18,9 +18,10 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from mantissa.names import format_name
 from trainer.config import registration as config
-from trainer.config.text import values_of
+from trainer.config.text import listed, unquoted, values_of
 from trainer.errors import UserError, most_like
 from trainer.files import PROJECT
+from trainer.precision.names import typed as typed_patterns
 from trainer.run_folder import PATHS
 
 
@@ -82,7 +83,8 @@ def _explained(error: BaseException, where: str) -> UserError:
         if key in (*PATHS, "data.pattern") and value.startswith("["):
             return UserError(f"{where}{typed}: {key} is one {'pattern' if key == 'data.pattern' else 'file or folder'}")
         others = [shlex.quote(f"{key}=[{value}]"), f"-m {key}={value.strip('[]')}"] if override else []
-        problem = f"{where}{typed} must be {values_of(kind)}"
+        what = "formats by name pattern, such as {lm_head:fp32}" if key == "precision.modules" else values_of(kind)
+        problem = f"{where}{typed} must be {what}"
         if key == "metrics":
             from trainer.metrics import NAMED  # it takes torch
 
@@ -149,6 +151,11 @@ def _unknown(key: str, owner: Any, value: str, where: str) -> UserError:
         return UserError(problem, *(f"{group}={name} {typed}" for name in fit), "", mistake=typed)
     if not classes or option in {**OTHER_NAMES, **NOT_HERE} or intended_key(option) != option:
         return meant(option if classes else key, value, f"{where}{key} is not a key of the config", typed)
+    if key == "precision.fp32_modules":
+        patterns = dict.fromkeys(map(unquoted, listed(value)), "fp32")
+        now = [typed_patterns("precision.modules", patterns)] if patterns else []
+        problem = f"{where}{key} is now precision.modules, which has a format for each pattern"
+        return UserError(problem if now else f"{problem}: {{lm_head: fp32}}", *now, mistake=shlex.quote(typed))
     options = [entry.name for entry in config.options(owner)]  # those that the choice has, else all
     options = options or [name.partition(".")[2] for name in known if re.match(rf"{group}\.\w+$", name)]
     problem = f"{where}{key} is not a key of the config"

@@ -113,6 +113,8 @@ def choices(group: str) -> list[str]:
     return sorted(yaml_files(group))
 
 
+PATTERNS = ("optimizer.groups", "precision.modules")
+"""Dictionaries by name pattern: their order counts, and one that is typed takes the place of what was there before."""
 _registered: dict[tuple[str | None, str], type] = {}
 """The registered schemas: a process that composes many configs makes each schema once."""
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from trainer.checkpoint import store as checkpoint
 from trainer.config.command_line import as_typed
-from trainer.config.registration import flatten, key_of
+from trainer.config.registration import PATTERNS, flatten, key_of
 from trainer.config.schema import Config
 from trainer.config.settle import Plan, plan_of
 from trainer.config.typed import anew, of_another_version
@@ -197,8 +197,8 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
     return {
         key: (one, other)
         for key, (one, other) in values.items()
-        # The last of optimizer.groups that matches decides, so their order counts.
-        if (one != other or (key == "optimizer.groups" and json.dumps(one) != json.dumps(other)))
+        # The last pattern that matches decides, so their order counts.
+        if (one != other or (key in PATTERNS and json.dumps(one) != json.dumps(other)))
         and not same_place(key, one, other)
     }
 

@@ -26,11 +26,12 @@ from trainer.config.step import EPOCH
 from trainer.data.contract import Datasets
 from trainer.data.loader import Batching
 from trainer.errors import UserError, check_number, on_every_rank
-from trainer.files import TOKENIZER
+from trainer.files import SAME, TOKENIZER
 from trainer.hardware import Hardware
 from trainer.parallel.compile import Compile
 from trainer.parallel.world import World, launched_local_rank
 from trainer.parallel.wrap import Parallel
+from trainer.precision.modes import Precision
 from trainer.profiling.profiler import TorchProfiler
 from trainer.recipe import Context, Decision, Sizes
 
@@ -127,7 +128,8 @@ def plan_of(
     # The hardware: which model, and for how long the recipe trains it in which batches.
     context = Context(hardware, world, config.data, recorded)
     with on_every_rank():
-        config.precision.check(hardware)
+        for phase in config.precision.phases:
+            phase.check(hardware)
         recipe, of_recipe = config.recipe.resolve(context)
         augment, of_augment = config.augment.resolve(context)
     config = replace(config, recipe=recipe, augment=augment)
@@ -148,6 +150,7 @@ def plan_of(
             steps, of_steps = number("steps", total, f"epochs={config.epochs:g} of {samples:,} samples")
         else:
             steps, of_steps = number("steps", sizes.steps, default)
+        precision, of_change = _change(config, steps, recorded)
         _, size, why = fitted or _microbatch(config, sizes, default, batch_size, world.size, recorded)
         micro_batch_size, of_microbatch = number(MICRO, size, why)
         _check(config, steps, micro_batch_size)
@@ -172,12 +175,12 @@ def plan_of(
     return Plan(
         hardware=hardware,
         world=world,
-        config=replace(config, epochs=None, **numbers),
+        config=replace(config, epochs=None, precision=precision, **numbers),
         eval_every=epoch if every == EPOCH else Fraction(every),
         save_every=tenth if by_epochs else None,
         decisions=(
             *(*of_precision, *of_weights, *of_recipe, *of_augment),
-            *(*of_steps, *of_batch, *of_microbatch, *of_every, *of_samples),
+            *(*of_steps, *of_change, *of_batch, *of_microbatch, *of_every, *of_samples),
         ),
         recorded=recorded,
         datasets=datasets,
@@ -290,6 +293,28 @@ def _number(config: Config, key: str, auto: Any, why: str) -> tuple[Any, list[De
     if value != EPOCH:
         check_number(key, value)
     return value, [Decision(key, value, why)] if typed == "auto" and why else []
+
+
+def _change(config: Config, steps: int, recorded: Mapping[str, Any]) -> tuple[Precision, list[Decision]]:
+    """Return the precision with the number of a step in the place of a share of all steps, which is then to be shown.
+
+    Raises:
+        UserError: no step is left before the change, or after it.
+    """
+    precision, key = config.precision, "precision.until"
+    until, before = precision.until, recorded.get(key)
+    share = isinstance(until, float)
+    if share and before is not None and config.resume != SAME:  # else the run has as many steps, or is another one
+        return replace(precision, until=before), [Decision(key, before, KEPT)]
+    if until is None or (before is not None and not share):
+        return precision, []
+    step = round(Fraction(str(until)) * steps) if share else until
+    if not 0 < step < steps:
+        left = f"precision={precision.mode}" if step < 1 else f"precision.then={precision.then}"
+        problem = f"{key}={until} leaves no step to {left}, of steps={steps}"
+        raise UserError(problem, f"{key}=0.5", "precision.then=null precision.until=null")
+    why = f"as {until:g} of {steps} steps"
+    return replace(precision, until=step), [Decision(key, step, why)] if step != until else []
 
 
 def _microbatch(

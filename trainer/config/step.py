@@ -115,9 +115,10 @@ class StepConfig:
         check_seed(self.seed)
         self.recipe.check_complete()
         check_named(self.metrics or [])
-        self.scaler.check(self.precision.format)
-        self.precision.check_operators()
-        self.parallel.check(self.precision)
+        for phase in self.precision.phases:
+            self.scaler.check(phase.format)
+            phase.check_operators()
+            self.parallel.check(phase)
         self.optimizer.check(self.parallel.kind, self.precision.format)
         self.augment.check(self.recipe, self.data)
 
@@ -127,12 +128,14 @@ class StepConfig:
         allow_cudnn_attention(not self.recipe.masks_attention)
         set_determinism(self.deterministic)
 
-    def use_kernels(self, hardware: Hardware, convolves: bool) -> str:
-        """Choose how this process multiplies 16-bit operands of a model, and return it, see ``kernels.choose``."""
-        chosen = kernels.choose(self.precision.half, self.precision.kernels, hardware, convolves)
-        if self.precision.half is not None:
-            kernels.use(self.precision.half, chosen)
-        return chosen
+    def use_kernels(self, hardware: Hardware, convolves: bool) -> None:
+        """Choose how this process multiplies 16-bit operands of a model, see ``kernels.choose``.
+
+        Those of a later mode, too: while kernels are replaced no other thread may compute, and one loads batches.
+        """
+        for phase in self.precision.phases:
+            if phase.half is not None:
+                kernels.use(phase.half, kernels.choose(phase.half, phase.kernels, hardware, convolves))
 
     def open_datasets(self) -> Datasets:
         """Return the recipe's training and validation samples.

@@ -304,7 +304,8 @@ class FSDP(SeveralProcesses):
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         # FSDP2 accumulates microbatches, and sums over the ranks, in this dtype.
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if precision.format.accumulates_in_fp32 else None)
-        rounded = None if precision.fp32_ops else precision.format.autocast
+        # A run that changes its format gathers in fp32, which is right for each.
+        rounded = None if precision.fp32_ops or precision.then else precision.format.autocast
         if rounded is not None and "param_dtype_override_fn" in MixedPrecisionPolicy.__dataclass_fields__:
             # Weights that autocast rounds anyway are gathered in 16 bits: the same numbers for half the traffic. Inputs
             # are left to autocast: a batch of token ids or pixels has its own dtype.

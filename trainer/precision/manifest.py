@@ -25,7 +25,7 @@ def warning_if_slow(precision: Precision, hardware: Hardware, rates: dict[str, f
     ``rates`` are measured, of matmuls in 10^12 FLOP/s: of the mode's format and of fp32, see ``matmul_rates``.
     """
     name = precision.format.number.name
-    said = precision.format.number.scaled or (precision.half and kernels.in_use(precision.half))  # in the start block
+    said = precision.scaled or (precision.half and kernels.in_use(precision.half))  # in the start block
     if hardware.support(precision.mode) != EMULATED or said:
         return None
     text = f"{hardware.name} has no {name} instructions: results are as in {name}, but "
@@ -51,6 +51,7 @@ def manifest_of(precision: Precision, hardware: Hardware, fp32_modules: list[str
     flags, matmul = fp32_flags("cuda") | fp32_flags("cpu"), torch.backends.cuda.matmul
     return {
         "requested": {"mode": precision.mode, "modules": dict(precision.modules)}
+        | ({} if precision.gradients is None else {"gradients": precision.gradients})
         | ({} if precision.fp8_scaling is None else {"fp8_scaling": precision.fp8_scaling})
         | ({} if precision.fp32_ops is None else {"fp32_ops": precision.fp32_ops}),
         "support": hardware.support(precision.mode),

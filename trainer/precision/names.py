@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+import shlex
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 
 from trainer.errors import UserError, most_like
@@ -31,3 +33,13 @@ def matching(option: str, pattern: str, names: Collection[str], kind: str) -> se
         hint = f"similar: {near}" if near else f"examples of names: {', '.join([*names][:4])}"
         raise UserError(f"{option}: {pattern!r} matches no {kind}; {hint}")
     return found
+
+
+def typed(option: str, patterns: Mapping[str, str]) -> str:
+    """Return the override of an option that has a word for each pattern, as it is typed in a shell."""
+    return shlex.quote(f"{option}={{{','.join(f'{key_of(pattern)}:{word}' for pattern, word in patterns.items())}}}")
+
+
+def key_of(pattern: str) -> str:
+    """Return a pattern as Hydra's grammar reads it as the key of a dictionary: it takes no quotes there."""
+    return re.sub(r"[][(){}:=,\\]", r"\\\g<0>", pattern)

@@ -4,7 +4,7 @@ A number is an element of 4 bits (E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their neg
 16 (E4M3) times the scale of its tensor (fp32). How a linear layer trains in it: NVIDIA, "Pretraining Large Language
 Models with NVFP4", arXiv 2509.25149, 2025. Weights have blocks of 16 × 16, so that forward and backward passes see the
 same ones; gradients are rounded stochastically; both factors of a weight's gradient are transformed before, so that no
-outlier decides a block's scale. Of that recipe one part is left out: some blocks, most of them the last, in bf16.
+outlier decides a block's scale. The recipe also has some blocks, most of them the last, in bf16: ``Precision.modules``.
 """
 
 from __future__ import annotations

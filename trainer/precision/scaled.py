@@ -9,7 +9,6 @@ same, and its speed and memory are not.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -59,6 +58,22 @@ def layers_of(
     return {name: number for name, number in layers.items() if number.scaled}
 
 
+def has_linear(model: nn.Module, name: str) -> bool:
+    """Return whether there is a linear layer in a submodule."""
+    return any(map(_is_linear, model.get_submodule(name).modules()))
+
+
+def odd_sides(model: nn.Module, numbers: Mapping[str, Number]) -> dict[str, int]:
+    """Return the layers with a side that is no multiple of what their numbers need, and that side."""
+    sides = {name: (model.get_submodule(name).weight.shape, number) for name, number in numbers.items()}
+    return {
+        name: side
+        for name, (shape, number) in sides.items()
+        for side in shape  # type: ignore[union-attr]
+        if side % ARITHMETIC[number].multiple
+    }
+
+
 def convert(model: nn.Module, numbers: Mapping[str, Number], products: Mapping[Number, Product]) -> None:
     """Let linear layers multiply in scaled formats, and all others as torch does; they stay what they are.
 
@@ -68,31 +83,49 @@ def convert(model: nn.Module, numbers: Mapping[str, Number], products: Mapping[N
         model: with fp32 weights; it may have been converted before.
         numbers: of the layers, by name.
         products: of the numbers.
-
-    Raises:
-        UserError: there is no such layer, or one whose sides are not multiples.
     """
     for module in model.modules():
         if isinstance(forward := vars(module).get("forward"), partial) and forward.func is _forward:
             module.forward = forward.args[0]
     for name, number in numbers.items():
         layer: Any = model.get_submodule(name)
-        multiple = ARITHMETIC[number].multiple
-        for side in layer.weight.shape:
-            if side % multiple:
-                raise UserError(
-                    f"precision={number.name}: a side of {name}.weight is {side}, not a multiple of {multiple}",
-                    shlex.quote(f"precision.modules={{{name}:bf16}}"),
-                    "precision=bf16",
-                )
         layer.forward = partial(_forward, layer.forward, products[number], number)
         layer.statistics = vars(layer).get("statistics")
 
 
 def product_of(number: Number, scaling: str, gradients: str | None, device: torch.device) -> Product:
-    """Return the product of a format on a device."""
+    """Return the product of a format on a device.
+
+    Args:
+        number: of ``ARITHMETIC``.
+        scaling: of fp8.
+        gradients: ``bf16``: both matmuls of the backward pass are in bf16; None: in the format.
+        device: which may lack the format.
+    """
     native = detect(str(device)).support(number.name) == NATIVE
-    return ARITHMETIC[number].product(scaling, native)
+    product = ARITHMETIC[number].product(scaling, native)
+    return product if gradients is None else partial(_with_bf16_gradients, product)
+
+
+class _Bf16Gradients(torch.autograd.Function):
+    """The product of a format, of which the backward pass sees nothing: its matmuls are of operands in bf16."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, product: Product, *tables: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return product(x, weight, *tables)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), (x, weight) = upstream, ctx.saved_tensors
+        of_x = torch.mm(gradient, weight.to(x.dtype)) if ctx.needs_input_grad[0] else None
+        of_weight = torch.mm(gradient.t(), x).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, *[None] * (len(ctx.needs_input_grad) - 2)
+
+
+def _with_bf16_gradients(product: Product, x: Tensor, weight: Tensor, *tables: Tensor) -> Tensor:
+    result: Tensor = _Bf16Gradients.apply(x, weight, product, *tables)
+    return result
 
 
 def _fp8(scaling: str, native: bool) -> Product:
@@ -197,9 +230,10 @@ ARITHMETIC = {
 """A row for each scaled number format."""
 
 
-def converted(model: nn.Module) -> list[str]:
-    """Return the names of the layers that multiply so."""
-    return [name for name, module in model.named_modules() if scaled_number(module)]
+def converted(model: nn.Module) -> dict[str, str]:
+    """Return the layers that multiply so, and the format of each, by name."""
+    numbers = {name: scaled_number(module) for name, module in model.named_modules()}
+    return {name: number.name for name, number in numbers.items() if number}
 
 
 def linear_layers(model: nn.Module) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
-from trainer.files import BEST, remove_folder
+from trainer.files import BEST, PRECISION_FILE, remove_folder, write_json
 from trainer.parallel.shards import is_sharded
 from trainer.run_folder import RunFolder
 from trainer.terminal import Terminal
@@ -41,6 +41,7 @@ def load_best(trainer: Trainer, folder: RunFolder, best: dict[str, Any] | None, 
     if step != trainer.step:
         with terminal.work("loading the best weights"):
             load(folder.checkpoints, step).restore(trainer.model, None, None, trainer.average)
+        trainer.enter(trainer.config.precision.at(step))  # in which they were evaluated
     return step
 
 
@@ -74,6 +75,10 @@ def export_best(
         remove_folder(folder.path / BEST)  # a kill may follow
         with terminal.work("exporting the best weights"):
             trainer.recipe.export(model, trainer.datasets, unfinished)
+            precision = trainer.config.precision
+            if precision.then is not None:  # which of the two the weights are evaluated in
+                facts = {"precision": precision.mode, "then": precision.then, "until": precision.until, "step": step}
+                write_json(unfinished / PRECISION_FILE, facts)
         unfinished.rename(folder.path / BEST)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -87,7 +92,7 @@ def sample_text(trainer: Trainer, model: nn.Module, terminal: Terminal) -> str |
         return None
     model.eval()
     try:
-        with torch.no_grad(), trainer.config.precision.autocast(trainer.device), terminal.work("writing a sample"):
+        with torch.no_grad(), trainer.precision.autocast(trainer.device), terminal.work("writing a sample"):
             return trainer.recipe.closing_text(model.to(trainer.device), trainer.datasets, trainer.device)
     except torch.OutOfMemoryError:  # trained in shards, the complete model may not fit on one device
         terminal.warn("the complete model does not fit on the device; no sample is generated")

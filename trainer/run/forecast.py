@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,12 +50,19 @@ def forecast(config: Config) -> Ledger:
 def ledger_of(settled: Settled) -> Ledger:
     """Return the ledger of a run of one process without torch.compile, see ``settle.alone``.
 
-    Of accumulation, two microbatches are taken: in the second the gradients of the first exist, and all others repeat
-    it. Recipes whose samples differ in shape are forecast for the shape of their first ones.
+    Of several formats, that with the higher peak. Of accumulation, two microbatches are taken: in the second the
+    gradients of the first exist, and all others repeat it. Recipes whose samples differ in shape are forecast for the
+    shape of their first ones.
 
     Raises:
         RunError: the computation depends on tensor values.
     """
+    phases = settled.config.precision.phases
+    alone_in = (replace(settled, config=replace(settled.config, precision=each)) for each in phases)
+    return max(map(_ledger_of, alone_in), key=lambda ledger: ledger.peak_bytes)
+
+
+def _ledger_of(settled: Settled) -> Ledger:
     batching = settled.batching
     taken = min(2, batching.accumulation)
     try:

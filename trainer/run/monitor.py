@@ -75,8 +75,6 @@ class Monitor:
         self.log_every = config.log_every
         self.unit = config.recipe.unit
         self.scaler = config.scaler
-        self.recovers = trainer.loss_scale.recovers
-        """Whether a step with non-finite gradients is skipped, and training goes on."""
         self.utilisation = Utilisation()
         """What turns a throughput into MFU."""
         self.units = 0
@@ -99,6 +97,11 @@ class Monitor:
         """The time up to which ``trained_s`` has counted, or left out, on the clock."""
         self._window = _Window(self._timed_until)
         self._measured: list[_Window] = []
+
+    @property
+    def recovers(self) -> bool:
+        """Whether a step with non-finite gradients is skipped, and training goes on."""
+        return self.trainer.loss_scale.recovers
 
     @property
     def skipped_steps(self) -> int:

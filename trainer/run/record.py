@@ -17,7 +17,6 @@ from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.config.typed import record_command
 from trainer.errors import redacted
-from trainer.precision.kernels import not_timed_here
 from trainer.precision.manifest import dtypes_in_use, manifest_of
 from trainer.profiling.flops import ModelFlops
 from trainer.profiling.rates import matmul_rates
@@ -50,33 +49,40 @@ def write_config(folder: RunFolder, config: Config) -> dict[str, Any]:
 
 
 def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:
-    """Return the content of precision.json, and what turns the run's throughput into MFU."""
-    config, precision, hardware = trainer.config, trainer.config.precision, trainer.hardware
+    """Return the content of precision.json for the format in force, and what turns the run's throughput into MFU."""
+    config, precision, hardware = trainer.config, trainer.precision, trainer.hardware
     name = precision.format.number.name
 
     # What was set in this process, and what became of the model's weights.
     manifest = manifest_of(precision, hardware, trainer.fp32_modules)
     effective = manifest["effective"]
-    formats = ["fp32", name] + [hardware.half.name] * hardware.kind.nvidia  # of which a run in fp32 is told
+    formats = ["fp32", name, *(each.format.number.name for each in config.precision.phases)]
+    formats += [hardware.half.name] * hardware.kind.nvidia  # of which a run in fp32 is told
     rates = partial(matmul_rates, hardware, tuple(dict.fromkeys(formats)))
     effective["matmul_tflops"] = trainer.world.run_on_main(rates)
     effective |= dtypes_in_use(trainer.model, trainer.optimizer)
     if precision.fp32_ops:
         effective["fp32_ops"] = precision.fp32_ops
     effective["kernels"] = trainer.kernels
-    not_timed = not_timed_here(precision.mode, hardware, precision.kernels, trainer.convolves)
+    not_timed = precision.not_timed(hardware, trainer.convolves)
     effective["arithmetic"] = not_timed or f"{manifest['support']} on this hardware"
 
     # One forward pass shows what each module computes in, and how many FLOP a sample takes.
     flops, modules = ModelFlops(), DtypeRecorder(trainer.model)
     trainer.observe(flops, modules)
     per_unit, unknown = flops.per_unit(config.recipe.unit, config.recipe.count_units(trainer.first_samples()))
+    # MFU relates to one rate: that of the run's format, where it is measured, and modules have no other but fp32.
+    others = [mode for mode in precision.modules.values() if mode not in (precision.mode, "fp32")]
+    if others:
+        unknown = unknown or f"modules in {others[0]} and {name} have no rate in common"
+    elif name not in effective["matmul_tflops"]:
+        unknown = unknown or f"{name} matmuls are not timed here"
     return manifest | {"modules": modules.modules()}, Utilisation(
         flops_per_unit=per_unit,
-        unknown=unknown or (None if name in effective["matmul_tflops"] else f"{name} matmuls are not timed here"),
+        unknown=unknown,
         format=name,
-        measured_tflops=effective["matmul_tflops"].get(name),
-        data_sheet_tflops=data_sheet(hardware.name, name),
+        measured_tflops=None if others else effective["matmul_tflops"].get(name),
+        data_sheet_tflops=None if others else data_sheet(hardware.name, name),
         devices=trainer.world.size,
     )
 

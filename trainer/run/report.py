@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rich.text import Text
 
 import mantissa
 from mantissa.display import about, counted, duration, quantity, shortened, size
-from mantissa.formats import FP32
+from mantissa.formats import BF16, FP8, FP32
 from mantissa.names import format_name as format_name_of
 from trainer.checkpoint import store as checkpoint
 from trainer.config.commands import compare_command
@@ -56,8 +57,9 @@ def show_start(
 ) -> None:
     """Show what trains, what was chosen, and warn about what will not be as the user expects."""
     config, batching = trainer.config, trainer.plan.batching
-    slow = warning_if_slow(config.precision, trainer.hardware, manifest["effective"]["matmul_tflops"])
-    for sentence in filter(None, [slow, *warnings(trainer, folder)]):
+    rates = manifest["effective"]["matmul_tflops"]
+    slow = [warning_if_slow(each, trainer.hardware, rates) for each in config.precision.phases]
+    for sentence in filter(None, [*slow, *warnings(trainer, folder)]):
         terminal.warn(sentence)
     rows = start_rows(trainer, manifest, folder, decisions)
     # What was said of the weights of ``init_from`` has a row of its own.
@@ -67,7 +69,7 @@ def show_start(
         said = {"micro_batch_size"} if batching.accumulation == batching.ranks == 1 else {}  # by batch_size
         short = [f"{key.rpartition('.')[2]}={value}" for key, (value, _) in chosen.items() if key not in said]
         rows.append(("auto", Text(f"{' '.join(short)}   (--why)", "dim")))
-    if faster := _faster(trainer, manifest["effective"]["matmul_tflops"]):
+    if faster := _faster(trainer, rates):
         rows.append(("faster", Text(faster, "dim")))
     terminal.note(_identity(trainer.hardware, trainer.world.size), "dim")
     terminal.block(title(folder, trainer.step), rows)
@@ -130,7 +132,7 @@ def _batch(trainer: Trainer) -> str:
 
 def _precision(trainer: Trainer, effective: dict[str, Any]) -> Text:
     """Return what was asked for and what computes, with its measured matmul throughput beside that of fp32."""
-    precision, rates = trainer.config.precision, effective["matmul_tflops"]
+    precision, rates, whole = trainer.precision, effective["matmul_tflops"], trainer.config.precision
     format_name = precision.format.number.name
     weights, updated, product = (
         " and ".join(map(format_name_of, effective[f"{name}_dtype"].split(", ")))
@@ -149,13 +151,20 @@ def _precision(trainer: Trainer, effective: dict[str, Any]) -> Text:
         parts.append(f"matmuls {quantity(rates[format_name])} TFLOP/s{beside}")
     if is_other := effective["arithmetic"] != f"{NATIVE} on this hardware":
         parts.append(effective["arithmetic"])
-    if layers := effective["scaled_modules"]:
-        scaling = f" ({precision.fp8_scaling})" if precision.fp8_scaling else ""
-        parts.append(f"{format_name}{scaling}: {counted(len(layers), 'linear layer')}")
+    for name, count in Counter(effective["scaled_modules"].values()).items():
+        scaling = f" ({precision.fp8_scaling})" if name == FP8.name else ""
+        parts.append(f"{name}{scaling}: {counted(count, 'linear layer')}")
+    if precision.gradients:
+        parts.append(f"their gradients in {precision.gradients}")
+    if patterns := [name for name, mode in precision.modules.items() if mode == BF16.name]:
+        parts.append(f"bf16: {shortened(patterns, 4)}")
     if trainer.fp32_modules:
         parts.append(f"fp32: {shortened(trainer.fp32_modules, 4)}")
     if precision.fp32_ops:
         parts.append(f"operators in fp32: {', '.join(precision.fp32_ops)}")
+    if whole.then is not None:
+        first = precision.mode == whole.mode
+        parts.append(f"{whole.then} after step {whole.until}" if first else f"{whole.mode} up to step {whole.until}")
     text = Text(" · ".join(parts))
     text.stylize("yellow" if is_other or ratio < 1 else "bold green" if ratio > 1 else "", 0, len(precision.mode))
     return text
@@ -168,7 +177,7 @@ def _faster(trainer: Trainer, rates: dict[str, float]) -> str:
     """
     config, half = trainer.config, automatic(trainer.hardware)[0]
     ratio = rates.get(half, math.nan) / rates.get(FP32.name, math.nan)
-    if config.precision.mode != FP32.name or config.compile.mode != "off" or not ratio > 1:
+    if config.precision.modes != (FP32.name,) or config.compile.mode != "off" or not ratio > 1:
         return ""
     off, compiled = ("", "") if missing(trainer.device) else (", torch.compile is off", " compile=default")
     return f"{half} matmuls are {about(ratio)}x as fast here{off}: precision=auto{compiled}"
@@ -189,7 +198,8 @@ def _optimizer(trainer: Trainer) -> str:
 def warnings(trainer: Trainer, folder: Path) -> list[str]:
     """Return what will not be as the user expects: options without their effect, what a resume makes different."""
     sentences, plan = [], trainer.plan
-    before = read_object(folder / PRECISION_FILE).get("effective")
+    manifest = read_object(folder / PRECISION_FILE)
+    before = (manifest.get("then", {}) if trainer.is_changed else manifest).get("effective")
     if isinstance(before, dict) and before.get("kernels") != trainer.kernels:
         sentences.append(
             "some 16-bit operators have other kernels than before the resume, because the processor, precision.kernels "
@@ -199,11 +209,11 @@ def warnings(trainer: Trainer, folder: Path) -> list[str]:
         sentences.append(f"output_dir={trainer.config.output_dir} has no effect: the run continues in {folder}")
     if not trainer.config.checkpoint.enabled and trainer.config.checkpoint.every != "auto":
         sentences.append(f"checkpoint.every={trainer.config.checkpoint.every} has no effect with checkpoint=none")
-    precision, compiled = trainer.config.precision, trainer.config.compile.mode != "off"
-    if precision.format.number.scaled and trainer.hardware.is_gpu and not compiled:
+    scaled = trainer.config.precision.scaled
+    if scaled and trainer.hardware.is_gpu and trainer.config.compile.mode == "off":
         sentences.append(
-            f"precision={precision.mode} without torch.compile scales and rounds in kernels of their own, so a step "
-            "may well take longer than in bf16, however fast the matmuls are; set compile=default"
+            f"{' and '.join(scaled)} without torch.compile scales and rounds in kernels of their own, so a "
+            "step may well take longer than in bf16, however fast the matmuls are; set compile=default"
         )
     if stretched := _stretched(trainer):
         sentences.append(stretched)

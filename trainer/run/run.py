@@ -21,7 +21,7 @@ from trainer.config.settle import Plan
 from trainer.data.contract import Batch, fingerprint
 from trainer.data.evaluation import Progress
 from trainer.errors import Interrupted, NonFiniteError, RunError, UserError, first_line
-from trainer.files import PRECISION_FILE, SUMMARY_FILE, read_json, read_object, remove_folder, write_json
+from trainer.files import MODE_PREFIX, PRECISION_FILE, SUMMARY_FILE, read_json, read_object, remove_folder, write_json
 from trainer.parallel.world import World
 from trainer.profiling.diagnostics import DiagnosticsSession
 from trainer.profiling.profiler import ProfilerSession
@@ -138,13 +138,12 @@ class Run:
         if self.world.is_main:
             options = write_config(folder, config)
             report.show_start(self.terminal, trainer, manifest, folder.path, decisions)
-            write_json(folder.path / PRECISION_FILE, manifest)
             forget_failure(folder)
-            self.metric_log = open_metric_log(trainer, folder.path, options, manifest, self.git, self._resumed_at)
+            written = self._write_manifest(manifest)
+            self.metric_log = open_metric_log(trainer, folder.path, options, written, self.git, self._resumed_at)
             steps_left = self.plan.steps - trainer.step
             self.profiler = config.profiler.start(folder.path, trainer.device, trainer.ledger, steps_left)
-        half = config.precision.half
-        self.diagnostics = config.diagnostics.start(trainer.model, trainer.update, half, self.plan.steps, self.world)
+        self._start_diagnostics()
 
     def train(self) -> dict[str, Any]:
         """Train to the last step and return the summary, which is also in summary.json.
@@ -164,6 +163,11 @@ class Run:
 
             with closing(trainer.batches()) as batches:
                 while not self.complete and self.stopped_by is None:
+                    # Another format, from the next step on.
+                    if not self.unevaluated and trainer.next_precision != trainer.precision:
+                        with monitor.paused():
+                            self._change_format()
+
                     if not self.unevaluated:  # else an earlier process was stopped between this step and its evaluation
                         with nullcontext() if self.has_stepped else self.terminal.work(first_step):
                             # The next batch, outside of the profile: data in memory is not the step's memory.
@@ -216,6 +220,35 @@ class Run:
         if verdict := self.config.debug.check(monitor.first_loss, monitor.last_loss, trainer.step):
             self.terminal.note(verdict)
         return summary
+
+    # --- formats ---
+
+    def _change_format(self) -> None:
+        """Enter the format of ``precision.then``, and mark the step in the log, in MLflow and on the terminal."""
+        trainer = self.trainer
+        self._log_diagnostics()
+        with self.terminal.work("changing the format"):
+            trainer.enter(trainer.next_precision)
+            manifest, self.monitor.utilisation = observed(trainer)
+        if self.world.is_main:
+            self._write_manifest(manifest)
+        self._start_diagnostics()
+        step, mode = trainer.step + 1, trainer.precision.mode
+        self._append(step, {f"{MODE_PREFIX}{mode}": 1.0})
+        self.terminal.note(f"from step {step} on: precision={mode}")
+
+    def _write_manifest(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        """Write precision.json, and return its content: of the run's first format, with that of ``then`` in it."""
+        path = self.folder.path / PRECISION_FILE
+        if self.trainer.is_changed:
+            manifest = (read_object(path) or manifest) | {"then": manifest}
+        write_json(path, manifest)
+        return manifest
+
+    def _start_diagnostics(self) -> None:
+        trainer, half = self.trainer, self.trainer.precision.half
+        of_run = trainer.model, trainer.update, half, self.plan.steps, self.world
+        self.diagnostics = self.config.diagnostics.start(*of_run)
 
     # --- what the loop asks ---
 

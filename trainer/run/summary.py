@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from mantissa.display import counted, finite, loss, quantity, size
 from mantissa.step.ledger import Ledger
-from trainer.precision.kernels import in_short, not_timed_here
+from trainer.precision.kernels import in_short
 from trainer.profiling.utilisation import text as mfu_text
 from trainer.run.monitor import Monitor
 from trainer.run.provenance import versions
@@ -24,10 +25,16 @@ def results(trainer: Trainer, scores: Scores, monitor: Monitor, ledger: Ledger |
     config, hardware, precision = trainer.config, trainer.hardware, trainer.config.precision
     units_per_s, step_time_s = monitor.throughput() or (None, None)
     memory = monitor.peak_memory()
+    utilisation = monitor.utilisation
+    if trainer.is_changed:  # each line of the log has its own
+        why = f"the format changed after step {precision.until}"
+        utilisation = replace(utilisation, unknown=why, measured_tflops=None, data_sheet_tflops=None)
     return {
         # what was trained
         "recipe": config.recipe.name,
         "precision": precision.mode,
+        "precision_then": precision.then,
+        "precision_until": precision.until,
         "seed": config.seed,
         "tags": config.tags,
         "note": config.note,
@@ -46,8 +53,8 @@ def results(trainer: Trainer, scores: Scores, monitor: Monitor, ledger: Ledger |
         "unit": config.recipe.unit,
         "units_per_s": units_per_s,
         "step_time_s": step_time_s,
-        "utilisation": monitor.utilisation.facts(units_per_s),
-        "not_timed": not_timed_here(precision.mode, hardware, precision.kernels, trainer.convolves),
+        "utilisation": utilisation.facts(units_per_s),
+        "not_timed": precision.not_timed(hardware, trainer.convolves),
         "peak_memory_bytes": memory if hardware.is_gpu else ledger and ledger.peak_bytes,
         "reserved_memory_bytes": monitor.reserved_memory(),
         "process_memory_bytes": None if hardware.is_gpu else memory,

@@ -11,7 +11,7 @@ from mantissa.display import duration, quantity
 from trainer.config.settle import Plan
 from trainer.run.monitor import Monitor
 from trainer.run.scores import PREFIX
-from trainer.run.step_metrics import STEP_METRICS, short
+from trainer.run.step_metrics import STEP_METRICS, Column, short
 from trainer.terminal import Terminal
 
 _SILENT_S = 10.0
@@ -25,9 +25,6 @@ class Table:
     def __init__(self, terminal: Terminal, plan: Plan, monitor: Monitor) -> None:
         self._terminal, self._plan, self._monitor = terminal, plan, monitor
         self._rate = _RATES.get(monitor.unit, f"{monitor.unit}/s")
-        columns = {name: metric.column for name, metric in STEP_METRICS.items() if metric.column is not None}
-        self._columns = {name: column for name, column in columns.items() if monitor.recovers or not column.scaled_only}
-        """Columns of the step's metrics that this run shows, by metric."""
         self._metrics: list[str] = []
         """The evaluation's metrics so far, ``valid/loss`` aside, which has the column ``valid``."""
         self._heading, self._shown = "", time.perf_counter()
@@ -35,6 +32,12 @@ class Table:
         """The log's last line, until a row has shown it."""
         self._latest: Mapping[str, float] = {}
         """The log's last line, for the bar."""
+
+    @property
+    def _columns(self) -> dict[str, Column]:
+        """Columns of the step's metrics, by metric; the format decides which, and may change."""
+        columns = {name: metric.column for name, metric in STEP_METRICS.items() if metric.column is not None}
+        return {name: column for name, column in columns.items() if self._monitor.recovers or not column.scaled_only}
 
     def progress(self, step: int, metrics: Mapping[str, float] | None) -> None:
         """Show that a step was taken; ``metrics`` is the line of the log that it ends, None within one."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mantissa.verdict.page import ALARM, INK, QUIET, RULE
-from trainer.files import LAYERS, METRICS_FILE, read_json_lines
+from trainer.files import LAYERS, METRICS_FILE, MODE_PREFIX, read_json_lines
 
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6bb1", INK)
 """Distinguishable with any colour vision (Okabe and Ito 2008)."""
@@ -91,6 +91,10 @@ def _loss_figure(series: dict[str, Series], title: str) -> Any:
         trained = values[(steps > 0) & np.isfinite(values)]
         best = f", best {trained.min():.4g}" if trained.size else ""
         axes.plot(steps, values, "o-", color=COLORS[4], linewidth=1.8, markersize=4, label=f"validation{best}")
+    for name, (steps, _) in series.items():
+        if name.startswith(MODE_PREFIX):
+            mode = name.removeprefix(MODE_PREFIX)
+            axes.axvline(steps[0] - 0.5, color=QUIET, linestyle="--", linewidth=1, label=f"{mode} from step {steps[0]}")
     axes.legend(frameon=False, labelcolor=INK)
     return figure
 

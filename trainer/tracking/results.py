@@ -82,7 +82,10 @@ def description(folder: Path, run: TrackedRun) -> str | None:
     if "resume" not in summary:
         return None
     how = {"FINISHED": "finished", "KILLED": "was stopped", "FAILED": "failed"}[summary["status"]]
-    said = f"**{summary['recipe']}** in {summary['precision']} {how} at step {summary['step']} of {summary['steps']}"
+    mode = summary["precision"]
+    if then := summary.get("precision_then"):
+        mode += f", after step {summary['precision_until']} in {then},"
+    said = f"**{summary['recipe']}** in {mode} {how} at step {summary['step']} of {summary['steps']}"
     if summary["best"]:
         metric = summary["best_metric"].removeprefix("valid/")
         said += f"; best {metric}: {summary['best']['value']:.4g} at step {summary['best']['step']}"

@@ -26,7 +26,7 @@ from trainer.run_folder import RunFolder
 
 # Options of groups other than the default ones, lists, dictionaries and text that Hydra would read as something else.
 RUN = [
-    "recipe=bignet", "recipe.width=16", "recipe.layers=2", "precision=fp16", "precision.fp32_modules=['*.0']",
+    "recipe=bignet", "recipe.width=16", "recipe.layers=2", "precision=fp16", "precision.modules={*.0:fp32}",
     "scaler=dynamic", "scaler.interval=3", "optimizer=sgd", "optimizer.options={momentum:0.5,nesterov:false}",
     "schedule=wsd", "clip=value", "batch_size=4", "micro_batch_size=2", "eval_samples=4", "eval_every=2", "log_every=1",
     "steps=4", "seed=3", "deterministic=true", "tracking=local", "loader=plain", "checkpoint.keep=5", "run_name='1e3'",

@@ -259,7 +259,7 @@ def test_two_minutes_are_two_minutes(machine: Machine, pairs: int, capsys: pytes
 def test_the_page_has_the_commands_which_compose_to_what_was_measured(tmp_path: Path) -> None:
     text = tmp_path / "it's a text.txt"
     text.write_text("a b c " * 100)
-    given = ["experiment=shakespeare_cpu", f"data.path={text}", "precision.fp32_modules=[lm_head]"]
+    given = ["experiment=shakespeare_cpu", f"data.path={text}", "precision.modules={lm_head:fp32}"]
     among = space(precision=["bf16", "fp16"], compile=["default"], threads=["1"])
     factors = {"bf16": 0.5, "fp16": 0.6, "compile": 0.95, "threads": 0.9}
     machine = Machine(factors, faults={"bf16, compile=default, threads=1": ["overflow"]})

@@ -54,7 +54,7 @@ def test_fp32_is_timed_beside_a_16_bit_precision_that_the_user_set() -> None:
     for given, beside in ((["precision=bf16"], True), (["precision=fp32"], False), ([], False)):
         space = space_of([*SMALL, *given])
         assert (space.in_fp32 == Candidate(("precision=fp32",))) == beside
-    space = space_of([*SMALL, "precision=bf16", "precision.fp32_modules=[0]"])
+    space = space_of([*SMALL, "precision=bf16", "precision.modules={0:fp32}"])
     assert space.in_fp32 is None, "train.py refuses it"
 
 

@@ -28,6 +28,7 @@ from trainer.data.contract import Batch
 from trainer.errors import NonFiniteError, UserError
 from trainer.files import read_object, write_json
 from trainer.optim.optimizer import Optimizer
+from trainer.precision.modes import Precision
 from trainer.recipe import LossOutput
 from trainer.run.start import train
 
@@ -200,7 +201,10 @@ def test_what_there_is_no_time_for_is_named(finished: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("remedies", "advice"),
-    [(Overrides(Optimizer(), None), "time_budget=140s"), (Remedies(), "time_budget_s=140, or --time-budget 140s")],
+    [
+        (Overrides(Optimizer(), Precision(), None), "time_budget=140s"),
+        (Remedies(), "time_budget_s=140, or --time-budget 140s"),
+    ],
 )
 def test_what_takes_too_long_says_how_much_time_to_give(remedies: Remedies, advice: str) -> None:
     step: Any = SimpleNamespace(free_bytes=lambda: 1, remedies=remedies, device=torch.device("cpu"))
@@ -212,8 +216,8 @@ def test_what_takes_too_long_says_how_much_time_to_give(remedies: Remedies, advi
 def test_the_defaults_of_an_optimizer_are_those_of_its_choice_where_it_has_them() -> None:
     weights = [nn.Parameter(torch.zeros(1))]
     sgd, adamw = torch.optim.SGD(weights), torch.optim.AdamW(weights)
-    assert Overrides(Optimizer(name="SGD"), None).default(sgd, "momentum") == 0.9
-    of_run = Overrides(Optimizer(name="AdamW"), None)
+    assert Overrides(Optimizer(name="SGD"), Precision(), None).default(sgd, "momentum") == 0.9
+    of_run = Overrides(Optimizer(name="AdamW"), Precision(), None)
     assert (of_run.default(adamw, "betas"), of_run.default(adamw, "eps")) == ((0.9, 0.95), 1e-8)
     assert Remedies().default(adamw, "betas") == (0.9, 0.999)
 

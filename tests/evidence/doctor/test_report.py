@@ -96,7 +96,7 @@ def test_the_page_says_what_the_terminal_says(found: Diagnosis) -> None:
     said = [opening(found.taken), *lines(found)]
     assert "\n".join(said) in text
     assert plots == 0
-    assert "  cure: \"precision.fp32_modules=[*.ln,1.wo,'0.10']\"  (+1.2 MiB)" in said
+    assert "  cure: 'precision.modules={*.ln:fp32,1.wo:fp32,0.10:fp32}'  (+1.2 MiB)" in said
     for fact in ("larger than the format can hold", COMMAND, "; torch "):
         assert fact in text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from mantissa.step.trace import BACKWARD, FORWARD
 from mantissa.watch.setup import Aspect, _scaled_layers
 from tests.evidence.doctor.planted import TINY
 from tests.helpers import trainer_of
+from trainer.precision import scaled
 
 MODES = [name for name, row in FORMATS.items() if row.number.scaled]
 GPT2 = (*TINY["gpt2"], "steps=20")
@@ -29,9 +31,9 @@ LAYERS = [f"gpt2.transformer.h.{block}.{layer}" for block in (0, 1) for layer in
 LAYERS += [f"gpt2.transformer.h.{block}.mlp.{layer}" for block in (0, 1) for layer in ("c_fc", "c_proj")]
 
 
-def with_a_huge_channel(mode: str) -> Step:
+def with_a_huge_channel(mode: str, *others: str) -> Step:
     """In fp32 and bf16 it changes nothing: its weights are 0."""
-    trainer = trainer_of(*GPT2, f"precision={mode}")
+    trainer = trainer_of(*GPT2, f"precision={mode}", *others)
     block: Any = trainer.model.get_submodule("gpt2.transformer.h.1")
     with torch.no_grad():
         block.ln_2.weight[5] = 2.0**40
@@ -64,7 +66,36 @@ def test_a_layer_with_a_huge_channel_is_named(mode: str) -> None:
 
 def test_that_layer_in_fp32_is_the_cure() -> None:
     finding = diagnose(take(with_a_huge_channel("nvfp4")), ("modules", "islands"), time_budget_s=600).findings[0]
-    assert finding.cure[0].startswith('"precision.fp32_modules=[gpt2.transformer.h.1.mlp.c_fc]"'), finding
+    assert finding.cure[0].startswith("'precision.modules={gpt2.transformer.h.1.mlp.c_fc:fp32}'"), finding
+
+
+@pytest.mark.parametrize(("mode", "modules"), [("nvfp4", "h.0:bf16"), ("bf16", "h.1:nvfp4")])
+def test_formats_of_modules_are_examined_and_stay_in_the_cure(mode: str, modules: str) -> None:
+    typed = f"precision.modules={{{modules}}}"
+    checks = tuple(name for name in CHECKS if name not in ("divergence", "islands"))
+    healthy = diagnose(of_overrides((*GPT2, f"precision={mode}", typed), 1)[0], checks, time_budget_s=600)
+    assert (healthy.verdict, healthy.findings, healthy.budget.left_out) == (HEALTHY, [], [])
+    lost = {row.module for row in healthy.examined["modules"].rows if row.kind == UNDERFLOW}
+    assert lost == {name for name in LAYERS if ".h.1." in name}
+    # What is printed trains: it has the formats of before, and the island.
+    finding = diagnose(take(with_a_huge_channel(mode, typed)), ("modules", "islands"), time_budget_s=600).findings[0]
+    (cure,) = shlex.split(finding.cure[0].partition("  ")[0])
+    assert cure == f"precision.modules={{{modules},gpt2.transformer.h.1.mlp.c_fc:fp32}}"
+    assert len(scaled.converted(trainer_of(*GPT2, f"precision={mode}", cure).model)) == 3
+
+
+def test_another_format_has_only_what_it_can_have() -> None:
+    typed = ("precision=nvfp4", "precision.modules={h.0:bf16,ln_f:fp32}", "precision.gradients=bf16")
+    step = step_of(trainer_of(*GPT2, *typed))
+    formats = {mode: step.replay(FORMATS[mode]).built.config.precision for mode in ("fp32", "fp16", "bf16", "nvfp4")}
+    assert {mode: found.modules for mode, found in formats.items()} == {
+        "fp32": {},
+        "fp16": {"ln_f": "fp32"},
+        "bf16": {"h.0": "bf16", "ln_f": "fp32"},
+        "nvfp4": {"h.0": "bf16", "ln_f": "fp32"},
+    }
+    assert [found.gradients for found in formats.values()] == [None, None, None, "bf16"]
+    assert step.remedies.format(FORMATS["fp16"]) == "precision=fp16 'precision.modules={ln_f:fp32}'"
 
 
 @pytest.mark.parametrize("mode", MODES)

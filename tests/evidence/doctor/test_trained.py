@@ -65,11 +65,11 @@ TRAINED = {
     ),
     "an fp32 module that casts back to bf16": (
         [(DTYPE, FORWARD, "1", "bf16")],
-        Planted(lambda: around(CastBack(WIDTH, bias=False)), Precision(mode="bf16", fp32_modules=["1"])),
+        Planted(lambda: around(CastBack(WIDTH, bias=False)), Precision(mode="bf16", modules={"1": "fp32"})),
     ),
     "an fp32 module whose parent uses its weights": (
         [(DTYPE, FORWARD, "1.linear", "bf16")],
-        Planted(lambda: around(handmade()), Precision(mode="bf16", fp32_modules=["1.linear"])),
+        Planted(lambda: around(handmade()), Precision(mode="bf16", modules={"1.linear": "fp32"})),
     ),
     "a compiled model that differs from eager": (
         [(DIFFERENCE, FORWARD, "", "inductor")],
@@ -113,5 +113,5 @@ def test_masters_cure_second_moments_of_0() -> None:
 
 
 def test_a_module_inside_of_an_fp32_module_is_evaluated_in_fp32() -> None:
-    case = step_of_run(*TINY["bert"], "precision=bf16_master", "precision.fp32_modules=['*.self']")
+    case = step_of_run(*TINY["bert"], "precision=bf16_master", "precision.modules={*.self:fp32}")
     assert local_errors(case).findings == ()

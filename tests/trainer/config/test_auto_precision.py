@@ -53,7 +53,7 @@ def test_the_runs_of_a_sweep_have_its_name_too(device: Hardware, mode: str) -> N
 
 
 @on_each
-@pytest.mark.parametrize("option", ["precision.fp32_modules=[lm_head]", "precision.fp32_ops=[softmax]"])
+@pytest.mark.parametrize("option", ["precision.modules={lm_head:fp32}", "precision.fp32_ops=[softmax]"])
 def test_options_of_16_bits_are_refused_where_auto_is_fp32(device: Hardware, mode: str, option: str) -> None:
     if mode != "fp32":
         assert compose([*GPT2, "precision=auto", option]).precision.mode == mode
@@ -77,8 +77,8 @@ def test_a_loss_scale_is_for_what_auto_is(device: Hardware, mode: str) -> None:
 def test_a_run_that_is_continued_elsewhere_keeps_its_precision(device: Hardware) -> None:
     """That of a GPU, with options that only 16 bits have."""
     record = flatten(compose([*GPT2, "precision=bf16"])) | {"resume": "outputs/run"}
-    run = composed([*GPT2, "precision=auto", "precision.fp32_modules=[lm_head]"])
-    continued = build.build(run, ["precision=auto", "precision.fp32_modules=[lm_head]"], record)
+    run = composed([*GPT2, "precision=auto", "precision.modules={lm_head:fp32}"])
+    continued = build.build(run, ["precision=auto", "precision.modules={lm_head:fp32}"], record)
     assert flatten(plan_of(continued, device, recorded=record).config)["precision.mode"] == "bf16"
 
 

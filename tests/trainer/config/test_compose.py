@@ -13,7 +13,9 @@ from omegaconf import OmegaConf
 from trainer.config.command_line import quoted, read
 from trainer.config.compose import combinations, compose
 from trainer.config.registration import flatten
+from trainer.config.resume import check_same
 from trainer.errors import UserError
+from trainer.run_folder import RunFolder
 
 NAMES = [
     "mein Ordner ü",
@@ -109,14 +111,36 @@ def test_what_is_recorded_takes_the_place_of_the_defaults() -> None:
     assert compose([]).seed == 0
 
 
+def recorded_run() -> list[str]:
+    text = ["data=text", f"data.path={__file__}"]
+    return ["recipe=gpt2", "recipe.size=nano", *text, "precision=bf16", "optimizer.lr=2"]
+
+
 @pytest.fixture
 def recorded(tmp_path: Path) -> dict[str, Any]:
     """The options of a run in the folder ``tmp_path``."""
-    run = ["recipe=gpt2", "recipe.size=nano", "data=text", f"data.path={__file__}", "precision=bf16", "optimizer.lr=2"]
-    options = flatten(compose([*run, "precision.fp32_modules=[lm_head]", "loader.workers=3", "tracking=local"]))
+    options = flatten(
+        compose([*recorded_run(), "precision.modules={lm_head:fp32}", "loader.workers=3", "tracking=local"])
+    )
     options |= {"resume": str(tmp_path), "output_dir": str(tmp_path.parent)}
     (tmp_path / "config.json").write_text(json.dumps(options))
     return options
+
+
+@pytest.mark.parametrize("key", ["precision.modules", "optimizer.groups"])
+def test_patterns_that_are_typed_take_the_place_of_those_before(key: str, tmp_path: Path, recorded: Any) -> None:
+    """Merged with them, theirs would come first and last, and the order decides."""
+    other = "fp32" if key == "precision.modules" else "{lr:3}"
+    found = flatten(compose([*recorded_run(), f"{key}={{h.1:{other}}}"]))[key]
+    recorded[key] = {"h.0": found["h.1"], "h.1": found["h.1"]}
+    (tmp_path / "config.json").write_text(json.dumps(recorded))
+    resumed = [f"resume={tmp_path}", f"{key}={{h.1:{other},h.0:{other}}}"]
+    assert [*flatten(compose(resumed))[key]] == ["h.1", "h.0"]
+    with pytest.raises(UserError, match=rf"cannot resume .*: {key} was"):
+        check_same(RunFolder(tmp_path), recorded, flatten(compose(resumed)), resumed)
+    assert not flatten(compose([f"resume={tmp_path}", f"{key}={{}}"]))[key]
+    twice = compose([*recorded_run(), "precision.modules={h.0:bf16}", "precision.modules={h.1:fp32}"])
+    assert twice.precision.modules == {"h.1": "fp32"}
 
 
 def differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
@@ -130,4 +154,4 @@ def test_of_several_choices_of_a_group_the_last_counts(tmp_path: Path, recorded:
 
 def test_a_choice_takes_the_place_of_all_options_of_its_group(recorded: dict[str, Any]) -> None:
     found = flatten(compose(["precision=bf16", "loader=pinned"], recorded))
-    assert differing(found, recorded) == {"precision.fp32_modules", "loader.workers"}
+    assert differing(found, recorded) == {"precision.modules", "loader.workers"}

@@ -24,6 +24,7 @@ from trainer.recipe import Decision
 
 BIGNET = ("recipe=bignet", "recipe.width=16", "recipe.layers=2", "data.samples=96")
 RESNET = ("recipe=resnet", "data=digits")
+CHANGE = (*BIGNET, "steps=200", "precision=bf16", "precision.then=fp32")
 LORA = (*GPT2, "recipe.lora.rank=2")
 LARGE_GPU = replace(GPU, memory_bytes=80 * 10**9)
 LOGITS = 12 * 4 * 16 * 64
@@ -205,3 +206,24 @@ def test_a_forecast_is_that_of_one_rank_without_compilation() -> None:
     one = module.alone(settled, 3)
     assert (one.batching.batch_size, one.batching.micro_batch_size, one.batching.ranks) == (6, 3, 1)
     assert (one.config.compile.mode, one.config.parallel.kind, one.config.micro_batch_size) == ("off", "single", 3)
+
+
+@pytest.mark.parametrize(
+    ("typed", "recorded", "step"),
+    [
+        ("precision.until=0.8", {}, 160),
+        ("precision.until=7", {}, 7),
+        ("precision.until=0.8 steps=400 resume=auto", {"precision.until": 160}, 160),
+        ("precision.until=0.5 steps=200 resume=same", {"precision.until": 160}, 100),
+        ("precision.until=7 resume=auto", {"precision.until": 160}, 7),
+        ("precision.until=160 steps=90", {"precision.until": 160}, 160),
+    ],
+    ids=["share", "step", "continued", "of the same run", "another step", "fewer steps"],
+)
+def test_the_last_step_in_the_first_format_is_a_number_that_a_resume_keeps(
+    typed: str, recorded: dict[str, Any], step: int
+) -> None:
+    plan = plan_of(compose(*CHANGE, *typed.split()), CPU, recorded=recorded)
+    assert plan.config.precision.until == step
+    shown = [choice.value for choice in plan.decisions if choice.key == "precision.until"]
+    assert shown == [step] * ("until=0" in typed)

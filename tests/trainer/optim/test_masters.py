@@ -30,9 +30,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MODES = sorted(name for name, row in FORMATS.items() if row.half_weights)
 
 
-def conv_trainer(mode: str, fp32_modules: list[str] | None = None, **changes: Any) -> Trainer:
+def conv_trainer(mode: str, modules: dict[str, str] | None = None, **changes: Any) -> Trainer:
     options: dict[str, Any] = {"batch_size": 8, "micro_batch_size": 4, "steps": 5, "scaler": AutoScaler(init=256.0)}
-    options |= {"precision": Precision(mode, fp32_modules or []), "optimizer": Optimizer("AdamW", lr=1e-3)}
+    options |= {"precision": Precision(mode, modules or {}), "optimizer": Optimizer("AdamW", lr=1e-3)}
     return start(Config(SmallConvNet(), NoData(), device="cpu", **options | changes))
 
 
@@ -87,7 +87,7 @@ def test_weights_gradients_and_optimizer_have_the_formats_of_the_manifest(mode: 
     assert [buffer.dtype for buffer in trainer.model.buffers()] == [FP32, FP32, torch.int64]
     assert {state["exp_avg"].dtype for state in trainer.optimizer.state.values()} == {changed}
     names = [str(one).removeprefix("torch.") for one in (dtype, changed)]
-    assert list(dtypes_in_use(trainer.model, trainer.optimizer).values()) == [*names, []]
+    assert list(dtypes_in_use(trainer.model, trainer.optimizer).values()) == [*names, {}]
     manifest = manifest_of(trainer.config.precision, trainer.hardware, trainer.fp32_modules)
     assert manifest["effective"]["matmul_dtype"] == str(row.half).removeprefix("torch.")
     assert trainer.loss_scale.recovers == (row.half == FP16)
@@ -139,7 +139,7 @@ def test_an_island_is_fp32_throughout_and_a_loss_in_it_stays_so() -> None:
             return self.second(hidden), hidden.sum() * 1e6
 
     net = nn.ModuleDict({"inner": Inner(), "other": nn.Linear(8, 8)})
-    Precision("fp16_pure", ["inner"]).convert(net, CPU)
+    Precision("fp16_pure", {"inner": "fp32"}).convert(net, CPU)
     out, loss = net["inner"](torch.ones(2, 8, dtype=FP16))
     assert (out.dtype, loss.dtype, net["inner"].between) == (FP16, FP32, FP32)
 
@@ -147,10 +147,10 @@ def test_an_island_is_fp32_throughout_and_a_loss_in_it_stays_so() -> None:
 def test_a_weight_shared_with_an_island_is_refused() -> None:
     net = nn.ModuleDict({"table": nn.Embedding(4, 8), "head": nn.Linear(8, 4, bias=False)})
     net["head"].weight = net["table"].weight
-    with pytest.raises(UserError, match=r"set .precision.fp32_modules=\[head,table\]., or leave it out"):
-        Precision("bf16_master", ["head"]).convert(net, CPU)
+    with pytest.raises(UserError, match=r"set .precision.modules=\{head:fp32,table:fp32\}., or leave it out"):
+        Precision("bf16_master", {"head": "fp32"}).convert(net, CPU)
     net["other"] = nn.Linear(8, 8)
-    Precision("bf16_master", ["head", "table"]).convert(net, CPU)
+    Precision("bf16_master", {"head": "fp32", "table": "fp32"}).convert(net, CPU)
     assert net["head"].weight is net["table"].weight
     assert net["head"].weight.dtype == FP32
 
@@ -167,7 +167,7 @@ def test_what_holds_an_islands_tensors_keeps_its_type() -> None:
             return Output(x, (x, x)), OrderedDict(a=x), defaultdict(list, b=[x]), BaseModelOutput(x)
 
     net = nn.ModuleDict({"island": Island(), "linear": nn.Linear(2, 2)})
-    Precision("bf16_pure", ["island"]).convert(net, CPU)
+    Precision("bf16_pure", {"island": "fp32"}).convert(net, CPU)
     output, ordered, default, of_transformers = net["island"](torch.ones(2, dtype=BF16))
     assert (type(output), output.hidden.dtype, output.others[1].dtype, output.count) == (Output, BF16, BF16, 3)
     assert (type(ordered), ordered["a"].dtype) == (OrderedDict, BF16)
@@ -276,7 +276,7 @@ def test_rounding_depends_on_seed_and_step() -> None:
 def test_contradictions_are_refused() -> None:
     with pytest.raises(UserError, match="set precision=bf16_master"):
         FSDP().check(Precision("bf16_sr"))
-    with pytest.raises(UserError, match="fp32_modules"):
-        FSDP().check(Precision("fp16_master", ["bn"]))
+    with pytest.raises(UserError, match=r"precision\.modules"):
+        FSDP().check(Precision("fp16_master", {"bn": "fp32"}))
     for mode in MODES:
-        DDP().check(Precision(mode, ["bn"]))
+        DDP().check(Precision(mode, {"bn": "fp32"}))

@@ -73,7 +73,7 @@ def test_a_net_with_batch_norm_trains_as_without_recomputing_bit_for_bit(arch: s
 @pytest.mark.parametrize("pattern", ["c_fc", "h.1"])  # in a block; all of one
 def test_fp32_islands_in_a_block_or_around_it_stay_in_fp32(pattern: str) -> None:
     bf16 = (*GPT2, DROPOUT, "precision=bf16")
-    assert not same_bits(check(*bf16, f"precision.fp32_modules=[{pattern}]"), train("none", *bf16))
+    assert not same_bits(check(*bf16, f"precision.modules={{{pattern}:fp32}}"), train("none", *bf16))
 
 
 def operators(mode: str, *options: str) -> Counter[str]:

@@ -39,7 +39,7 @@ def test_gpt2(mode: str, weights: str, product: str, norm: str) -> None:
 
 @pytest.mark.parametrize(("mode", "result"), [("bf16", "float32"), ("bf16_pure", "bfloat16")])
 def test_an_fp32_island(mode: str, result: str) -> None:
-    found = table(trainer_of(*GPT2, f"precision={mode}", "precision.fp32_modules=[h.1.mlp]"))
+    found = table(trainer_of(*GPT2, f"precision={mode}", "precision.modules={h.1.mlp:fp32}"))
     for name in ("c_fc", "c_proj"):
         assert found[f"gpt2.transformer.h.0.mlp.{name}"][2] == "bfloat16"
         assert found[f"gpt2.transformer.h.1.mlp.{name}"][:3] == ("Conv1D", "float32", "float32")

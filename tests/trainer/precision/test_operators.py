@@ -128,7 +128,7 @@ def test_what_is_recomputed_has_the_same_policy(mode: str, precision: str) -> No
     ("recipe", "precision"),
     [
         (Attention(), Precision("bf16", fp32_ops=["linear", "softmax"])),
-        (SmallConvNet(), Precision("bf16", fp32_modules=["7"])),
+        (SmallConvNet(), Precision("bf16", modules={"7": "fp32"})),
     ],
 )
 def test_compiled_it_is_the_same_and_is_compiled_once(recipe: Recipe, precision: Precision) -> None:

@@ -154,7 +154,7 @@ def test_the_manifest_has_the_effective_values(
     precision.apply()
     manifest = manifest_of(precision, AMX, ["head"])
     assert json.loads(json.dumps(manifest)) == manifest
-    assert (manifest["requested"], manifest["support"]) == ({"mode": mode, "fp32_modules": []}, support)
+    assert (manifest["requested"], manifest["support"]) == ({"mode": mode, "modules": {}}, support)
     assert manifest["environment"] == {}
     effective = manifest["effective"]
     assert (effective["matmul_dtype"], effective["fp32_modules"]) == (dtype, ["head"])
@@ -169,7 +169,7 @@ def test_an_island_gets_fp32_computes_in_fp32_and_has_gradients(mode: str) -> No
     seen: list[object] = []
     inner = net[1][0]
     inner.register_forward_pre_hook(lambda _, given: seen.extend([given[0].dtype, torch.is_autocast_enabled("cpu")]))
-    precision = Precision(mode, ["1"])
+    precision = Precision(mode, {"1": "fp32"})
     assert precision.keep_fp32(net, CPU) == ["1"]
     with precision.autocast(CPU):
         hidden, out = net[0](x), net(x)
@@ -200,8 +200,8 @@ def test_a_whole_name_comes_before_names_that_end_so(pattern: str, found: set[st
 def test_a_container_takes_its_children_along_and_what_is_never_called_is_refused() -> None:
     net = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(4, 4)]), "attention": nn.MultiheadAttention(4, 2)})
     with pytest.raises(UserError, match="name the whole module: attention"):
-        Precision("bf16", ["out_proj"]).keep_fp32(net, CPU)
-    precision = Precision("bf16", ["blocks", "attention"])
+        Precision("bf16", {"out_proj": "fp32"}).keep_fp32(net, CPU)
+    precision = Precision("bf16", {"blocks": "fp32", "attention": "fp32"})
     assert {"attention", "blocks"} <= set(precision.keep_fp32(net, CPU))
     with precision.autocast(CPU):
         assert net["blocks"][0](torch.ones(2, 4)).dtype == torch.float32  # passes the container by

@@ -20,6 +20,7 @@ from trainer.run.forecast import forecast
 from trainer.run.record import observed
 
 SCALED = [name for name, row in FORMATS.items() if row.number.scaled]
+DEVICE = torch.device("cpu")
 LLAMA = ("recipe=llama", *GPT2[1:], "recipe.layers=1", "steps=3", "micro_batch_size=2")
 
 
@@ -30,7 +31,8 @@ def skipped_without_torchaos_kernels(request: pytest.FixtureRequest) -> None:
 
 
 def convert(model: nn.Module, number: Number = MXFP8, islands: list[str] | None = None) -> nn.Module:
-    scaled.convert(model, [], islands or [], number, lambda x, weight: 2 * F.linear(x.float(), weight))
+    numbers = scaled.layers_of(model, [], islands or [], number, [])
+    scaled.convert(model, numbers, {number: lambda x, weight: 2 * F.linear(x.float(), weight)})
     return model
 
 
@@ -55,7 +57,7 @@ def test_a_missing_torchao_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_operator_inside_of_the_product_is_refused() -> None:
     """It would be ignored, or change the emulation."""
     for name in ("linear", "addmm", "mm"):
-        with pytest.raises(UserError, match=rf"precision.fp32_ops: {name} .*fp32_modules"):
+        with pytest.raises(UserError, match=rf"precision.fp32_ops: {name} .*precision.modules"):
             Precision("nvfp4", fp32_ops=[name]).check_operators()
     Precision("nvfp4", fp32_ops=["softmax", "matmul"]).check_operators()
 
@@ -67,16 +69,15 @@ def test_plain_linear_layers_in_blocks_outside_islands() -> None:
     island = nn.ModuleDict({"inside": nn.Linear(32, 32)})
     model = nn.ModuleDict({"good": nn.Linear(32, 64), "derived": Derived(32, 32), "norm": nn.LayerNorm(32)})
     model["island"] = island
-    assert scaled.converted(convert(copy.deepcopy(model))) == ["good", "island.inside"]
-    assert scaled.converted(convert(copy.deepcopy(model), islands=["island"])) == ["good"]
-    scaled.convert(model, [island], [], NVFP4, F.linear)
-    assert scaled.converted(model) == ["island.inside"]
+    assert [*scaled.converted(convert(copy.deepcopy(model)))] == ["good", "island.inside"]
+    assert [*scaled.converted(convert(copy.deepcopy(model), islands=["island"]))] == ["good"]
+    assert scaled.layers_of(model, [island], [], NVFP4, []) == {"island.inside": NVFP4}
 
 
 def trained(mode: str, layer: nn.Module, x: torch.Tensor, rows: int) -> list[torch.Tensor]:
     """The first ``rows`` of what a converted layer gives for x, and its gradients."""
-    product = scaled.ARITHMETIC[FORMATS[mode].number].product("tensorwise", False)
-    scaled.convert(nn.Sequential(layer), [], [], FORMATS[mode].number, product)
+    number = FORMATS[mode].number
+    scaled.convert(nn.Sequential(layer), {"0": number}, {number: scaled.product_of(number, "tensorwise", None, DEVICE)})
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x).flatten(0, -2)[:rows]
     torch.manual_seed(0)
@@ -139,10 +140,10 @@ def test_fp8_has_the_scaling_that_is_asked_for(scaling: str) -> None:
     assert bool((y[1:] == 0).all()) == (scaling == "tensorwise")
 
 
-def test_a_llama_is_forecast_and_keeps_what_fp32_modules_names_and_its_head() -> None:
+def test_a_llama_is_forecast_and_keeps_what_is_in_fp32_and_its_head() -> None:
     mxfp8_of_torchao(native=False)
     assert forecast(compose(*LLAMA, "precision=mxfp8", "device=cpu")).peak_bytes > 0
-    trainer = trainer_of(*LLAMA, "precision=mxfp8", "precision.fp32_modules=['*.v_proj']")
+    trainer = trainer_of(*LLAMA, "precision=mxfp8", "precision.modules={*.v_proj:fp32}")
     names = scaled.converted(trainer.model)
     assert len(names) == 6  # of seven: v_proj is an island, and the output layer has the loss in it
     assert all("_proj" in name and "v_proj" not in name for name in names)
@@ -153,8 +154,8 @@ def test_a_llama_is_forecast_and_keeps_what_fp32_modules_names_and_its_head() ->
     ("layers", "number", "named"),
     [
         ({"wide": (32, 80)}, MXFP8, "wide.weight is 80"),  # kept in fp32, nothing would be left
-        ({"wide": (32, 80), "good": (32, 32)}, MXFP8, "fp32_modules=[wide]"),
-        ({"h.0.low": (32, 8), "h.1.low": (32, 8), "h.1.good": (32, 32)}, MXFP8, "fp32_modules=[h.*.low]"),
+        ({"wide": (32, 80), "good": (32, 32)}, MXFP8, "modules={wide:bf16}"),
+        ({"h.0.low": (32, 8), "h.1.low": (32, 8), "h.1.good": (32, 32)}, MXFP8, "modules={h.*.low:bf16}"),
         ({}, FP8, "no linear layer"),
     ],
 )
@@ -165,9 +166,9 @@ def test_sides_that_do_not_divide_are_refused_with_the_pattern_that_keeps_them(
     for name, sides in layers.items():
         model.get_submodule(name.rpartition(".")[0]).add_module(name.rpartition(".")[2], nn.Linear(*sides))
     with pytest.raises(UserError) as refused:
-        convert(model, number)
+        Precision(number.name).convert(model, DEVICE)
     assert named in str(refused.value)
-    assert ("fp32_modules=[" in str(refused.value)) == ("fp32_modules=[" in named)
+    assert ("modules={" in str(refused.value)) == ("modules={" in named)
 
 
 @pytest.mark.parametrize("mode", SCALED)
@@ -177,6 +178,7 @@ def test_gpt2_trains_about_as_in_bf16_and_says_what_is_scaled(mode: str) -> None
         trainer = trainer_of(*GPT2, f"precision={precision}", "steps=4", "micro_batch_size=2")
         losses.append(torch.stack([record.loss for record in fit(trainer)]))
     names = scaled.converted(trainer.model)
+    assert set(names.values()) == {mode}
     assert len(names) == 16
     assert all(".h." in name for name in names)
     assert torch.allclose(losses[0], losses[1], rtol=0.02)

@@ -158,12 +158,11 @@ class Chain(nn.Module):
         return x
 
 
-def measured(model: nn.Module, number: Number, times: Tensor | float = 1.0) -> dict[str, float]:
-    scaled.convert(
-        model,
-        dict.fromkeys(scaled.linear_layers(model), number),
-        {number: scaled.ARITHMETIC[number].product("tensorwise", False)},
-    )
+def measured(
+    model: nn.Module, number: Number, times: Tensor | float = 1.0, product: scaled.Product | None = None
+) -> dict[str, float]:
+    product = product or scaled.ARITHMETIC[number].product("tensorwise", False)
+    scaled.convert(model, dict.fromkeys(scaled.linear_layers(model), number), {number: product})
     meter = ScaledMeter(model, World())
     meter.begin(7)
     with torch.autocast("cpu", torch.bfloat16):
@@ -220,6 +219,15 @@ def test_layers_are_those_in_force_in_the_step_that_is_measured() -> None:
         names.append(sorted({key.rpartition("/")[2] for key in metrics if key.startswith("layers/")}))
         assert all(value < 1e4 for name, value in metrics.items() if name.startswith("numerics/amax"))
     assert names == [["layers.0", "layers.1"], ["layers.2"], []]
+
+
+@pytest.mark.parametrize("mode", SCALED)
+def test_gradients_in_bf16_have_no_row(mode: str) -> None:
+    """``precision.gradients=bf16``."""
+    model = Chain()
+    product = scaled.product_of(FORMATS[mode].number, "tensorwise", "bf16", torch.device("cpu"))
+    metrics = measured(model, FORMATS[mode].number, product=product)
+    assert {name.split("/")[2] for name in metrics} == {"input", "weight"}
 
 
 @pytest.mark.parametrize("mode", SCALED)
