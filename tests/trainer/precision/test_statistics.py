@@ -203,6 +203,40 @@ def test_a_gradient_that_underflows_is_flushed_in_both_matmuls_of_its_layer_alon
     assert healthy["layers/flushed/dgrad/0"] < 0.01
 
 
+class Rank(World):
+    """One of two ranks; the other's tensors are given."""
+
+    size = 2
+
+    def __init__(self, rank: int, others: list[Tensor]) -> None:
+        self.rank, self.sent, self.others = rank, list[Tensor](), others
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        self.sent.append(tensor)
+        return tensor + self.others.pop(0) if self.others else tensor
+
+
+def test_ranks_add_up_and_have_the_largest_of_all() -> None:
+    tables = torch.tensor([[8.0, 1, 2, 3, 0.5, 7], [24.0, 2, 0, 4, 1.5, 5]])
+    model = nn.Sequential(nn.Linear(16, 16))
+
+    def logged(rank: int, others: list[Tensor]) -> tuple[dict[str, float], list[Tensor]]:
+        meter = ScaledMeter(model, world := Rank(rank, others))
+        meter.begin(1)
+        model[0].statistics[statistics.DGRAD] = tables[rank]
+        meter.end()
+        ((_, metrics),) = meter.take()
+        return metrics, world.sent
+
+    alone = [logged(rank, [])[1] for rank in (0, 1)]
+    one, other = (logged(rank, alone[1 - rank])[0] for rank in (0, 1))
+    assert one == other
+    assert one["layers/flushed/dgrad/0"] == 3 / 32
+    assert one["layers/saturated/dgrad/0"] == 2 / 32
+    assert one["layers/amax/dgrad/0"] == 7
+    assert one["layers/sqnr_db/dgrad/0"] == pytest.approx(20 * math.log10(5 / math.hypot(0.5, 1.5)), rel=1e-4)
+
+
 def test_layers_are_those_in_force_in_the_step_that_is_measured() -> None:
     model = Chain()
     meter, product = ScaledMeter(model, World()), {NVFP4: nvfp4.product}
