@@ -123,7 +123,7 @@ def measure(exported: Exported, run: RunConfig, split: str, at_least: int) -> Me
             f"{counted(samples, 'sample')} cannot fill the {at_least} batches of an interval{more}", *remedies
         )
     size = min(int(config.micro_batch_size), samples // at_least)
-    model = run.in_precision(exported.model(recipe, datasets))
+    model = run.in_precision(exported.model(recipe, datasets, config.precision.loaded_dtype))
     metrics = Metrics(recipe, datasets, config.metrics, device)
     classes: list[str] = getattr(datasets, "classes", [])
     sums: list[dict[str, Tensor]] = []

@@ -80,7 +80,7 @@ def generation(exported: Exported, options: GenerateOptions, overrides: Sequence
     if own.unknown in tokens:
         print("warning: parts of the prompt are unknown to the tokenizer", file=sys.stderr)
     ids = torch.tensor([tokens], dtype=torch.int64)
-    network = exported.network()
+    network = exported.network(run.config.precision.loaded_dtype)
     # Under the names that it has in training, which precision.modules and the recipe's blocks may use.
     run.in_precision(nn.ModuleDict({exported.recipe: network, "network": network}) if causal else network)
     torch.manual_seed(options.seed)

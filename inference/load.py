@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from recipes.causal_lm import CausalLM
@@ -54,25 +55,31 @@ class Exported:
         longest: int | None = self.config.get("n_positions", self.config.get("max_position_embeddings"))
         return None if self.recipe == "t5" else longest  # t5's are relative
 
-    def model(self, recipe: Recipe, datasets: Datasets) -> nn.Module:
-        """Return the model that the recipe evaluates with its weights, fp32 on the CPU, in evaluation mode.
+    def model(self, recipe: Recipe, datasets: Datasets, dtype: torch.dtype) -> nn.Module:
+        """Return the model that the recipe evaluates with its weights, on the CPU, in evaluation mode.
+
+        Args:
+            recipe: of the run.
+            datasets: that it evaluates.
+            dtype: of the model, fp32 or fp64.
 
         Raises:
             UserError: the files do not fit the recipe, or cannot be read.
         """
         if "model_type" not in self.config:
-            model = recipe.build_model(datasets)
+            model = recipe.build_model(datasets).to(dtype)
             fill(model, recipe.exported(self.folder), f"run={self.given}")
             return model.eval()
-        network = self.network(getattr(recipe, "attention", "sdpa"))
+        network = self.network(dtype, getattr(recipe, "attention", "sdpa"))
         if isinstance(recipe, CausalLM):  # the vocabulary has no padding here
             return recipe.with_loss(network, cast(TextDatasets, datasets)).eval()
         return network
 
-    def network(self, attention: str = "sdpa") -> Any:
-        """Return transformers' model, fp32, in evaluation mode; ``config`` has a ``model_type``.
+    def network(self, dtype: torch.dtype, attention: str = "sdpa") -> Any:
+        """Return transformers' model in evaluation mode; ``config`` has a ``model_type``.
 
         Args:
+            dtype: of the model, fp32 or fp64.
             attention: ``sdpa`` or ``eager``.
 
         Raises:
@@ -85,7 +92,7 @@ class Exported:
         failure = "cannot be opened by transformers"
         with work("loading the model"), opening(str(self.folder), key, failure, wanted) as place:
             kind = getattr(transformers, getattr(cls, "model_class", self.config["architectures"][0]))
-            model, missing = load_whole(kind, key, place, attn_implementation=attention)
+            model, missing = load_whole(kind, key, place, dtype, attn_implementation=attention)
         if missing:
             raise UserError(
                 f"{key} has no weights for {missing[0]}, so it is not the model that recipe={self.recipe} trains; "

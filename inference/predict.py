@@ -126,7 +126,7 @@ def _predictions(
     )
     recipe, device = run.config.recipe, run.hardware.device
     loader, _ = run.config.loader.resolve(Context(run.hardware, World(), run.config.data, datasets=datasets))
-    model = run.in_precision(exported.model(recipe, datasets))
+    model = run.in_precision(exported.model(recipe, datasets, run.config.precision.loaded_dtype))
     batches = evaluation_samples(len(files), None, batch_size)
     for samples, batch in zip(batches, loader.batches(photos, batches, run.hardware), strict=True):
         with run.config.precision.autocast(device):

@@ -38,6 +38,7 @@ class Number:
 
 _BF16_CPU = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 _FP16_CPU = frozenset({"amx_fp16", "avx512_fp16", "fp16", "fp16_arith"})
+FP64 = Number("fp64", torch.float64, 2.0**-53, (2 - 2.0**-52) * 2.0**1023, 2.0**-1074)
 FP32 = Number("fp32", torch.float32, 2.0**-24, (2 - 2.0**-23) * 2.0**127, 2.0**-149)
 TF32 = Number("tf32", torch.float32, 2.0**-11, (2 - 2.0**-10) * 2.0**127, 2.0**-136, (8, 0), only_nvidia=True)
 BF16 = Number("bf16", torch.bfloat16, 2.0**-8, (2 - 2.0**-7) * 2.0**127, 2.0**-133, (8, 0), instructions=_BF16_CPU)
@@ -49,7 +50,7 @@ MXFP8 = Number("mxfp8", torch.bfloat16, 2.0**-4, 448 * 2.0**127, 2.0**-136, (10,
 kernels that quantize are compiled for 10.x, and not for GeForce and workstation GPUs of Blackwell, 12.0."""
 NVFP4 = Number("nvfp4", torch.bfloat16, 2.0**-2, 6 * 448 * 2.0**127, 2.0**-159, None, scaled=True)
 """e2m1, where 16 numbers share a scale in e4m3, and all of a tensor one in fp32 (arXiv 2509.25149)."""
-NUMBERS = {number.name: number for number in (FP32, TF32, BF16, FP16, FP8, MXFP8, NVFP4)}
+NUMBERS = {number.name: number for number in (FP64, FP32, TF32, BF16, FP16, FP8, MXFP8, NVFP4)}
 _OF_TORCHAO = {"Float8": FP8, "MXFP8": MXFP8, "MXTensor": MXFP8, "NVFP4": NVFP4}
 """What the names of its classes say, those of modules and of the tensors that weights are."""
 
@@ -84,13 +85,18 @@ class Format:
 
     @property
     def half(self) -> torch.dtype | None:
-        """The 16-bit dtype that layers compute in, by autocast or by their weights; None in fp32 and tf32."""
+        """The 16-bit dtype that layers compute in, by autocast or by their weights; None in fp64, fp32 and tf32."""
         return self.autocast or self.half_weights
 
     @property
     def half_weights(self) -> torch.dtype | None:
-        """The dtype of the weights where it is a 16-bit one; None: they are fp32."""
-        return None if self.weights == torch.float32 else self.weights
+        """The dtype of the weights where it is a 16-bit one; None: they are fp32, or fp64."""
+        return self.weights if self.weights.itemsize == 2 else None
+
+    @property
+    def wide(self) -> torch.dtype | None:
+        """The dtype that every narrower one in a step becomes: fp64, of a reference; None: none does."""
+        return self.weights if self.weights == torch.float64 else None
 
     @property
     def only_half(self) -> bool:
@@ -111,6 +117,7 @@ class Format:
 FORMATS = {
     row.name: row
     for row in (
+        Format("fp64", FP64, weights=torch.float64),
         Format("fp32", FP32),
         Format("tf32", TF32),
         Format("bf16", BF16, autocast=torch.bfloat16),
@@ -142,5 +149,5 @@ def with_masters(number: Number) -> Format:
     return FORMATS[f"{number.name}_master"]
 
 
-BASIC = tuple(name for name, row in FORMATS.items() if not row.half_weights and not row.number.scaled)
+BASIC = tuple(name for name, row in FORMATS.items() if row.weights == torch.float32 and not row.number.scaled)
 """The modes that need only torch and change only the dtype of matmuls and convolutions."""

@@ -337,13 +337,16 @@ def check_context(context: int | str, positions: int | None) -> None:
         raise UserError(problem, f"recipe.context={positions}")
 
 
-def load_whole(cls: Any, key: str, place: Mapping[str, Any], **options: Any) -> tuple[Any, list[str]]:
-    """Return transformers' model in fp32, and the names of the weights of its head that are random, as none are there.
+def load_whole(
+    cls: Any, key: str, place: Mapping[str, Any], dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[Any, list[str]]:
+    """Return transformers' model, and the names of the weights of its head that are random, as none are there.
 
     Args:
         cls: transformers' class of the model.
         key: the option that named the weights, for messages.
         place: see ``opening``.
+        dtype: of the model, fp32 or fp64.
         options: of the config.
 
     Raises:
@@ -357,7 +360,7 @@ def load_whole(cls: Any, key: str, place: Mapping[str, Any], **options: Any) -> 
     with quiet():  # what is wrong is said here
         # Transformers would load the weights in whatever dtype they were saved.
         model, found = cls.from_pretrained(
-            **place, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            **place, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     if other := sorted(found["mismatched_keys"]):
         shapes = [f"{name} is {dimensions(there)}, not {dimensions(here)}" for name, there, here in other]
@@ -383,7 +386,7 @@ def load_whole(cls: Any, key: str, place: Mapping[str, Any], **options: Any) -> 
             f"{key}: the head has weights of its own, and config.json says that it has those of the embedding; "
             'set "tie_word_embeddings": false there'
         )
-    # Transformers has made fp32 of whatever the files hold.
+    # Transformers has made numbers of that dtype of whatever the files hold.
     folder = Path(cached_file(place["pretrained_model_name_or_path"], "config.json", revision=place["revision"])).parent
     files = [*folder.glob("model*.safetensors")] or [*folder.glob("pytorch_model*.bin")]
     saved = {name: each for file in files for name, each in open_file(file, key).items()}

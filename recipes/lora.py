@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mantissa.tensors import wide_dtype
 from recipes.language import routers
 from trainer.errors import UserError, check_number, check_range, nearest
 
@@ -79,17 +80,18 @@ class LoRA:
 def merged_state(network: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of a model, with its adapters added to the weights they adapt, under transformers' names.
 
-    With adapters all of it is fp32: 16 bits would lose part of what they add.
+    With adapters all of it is fp32, or fp64: 16 bits would lose part of what they add.
     """
     state = network.state_dict()
     if not any(".lora_" in name for name in state):
         return state
     from peft.tuners.lora import LoraLayer
 
-    merged = {plain(name): tensor.float() for name, tensor in state.items() if ".lora_" not in name}
+    dtype = wide_dtype(list(state.values()))
+    merged = {plain(name): tensor.to(dtype) for name, tensor in state.items() if ".lora_" not in name}
     for name, layer in network.named_modules():
         if isinstance(layer, LoraLayer):
-            down, up = (part[ADAPTER].weight.detach().float() for part in (layer.lora_A, layer.lora_B))
+            down, up = (part[ADAPTER].weight.detach().to(dtype) for part in (layer.lora_A, layer.lora_B))
             change = layer.scaling[ADAPTER] * (up @ down)
             merged[f"{name}.weight"] = merged[f"{name}.weight"] + (change.T if layer.fan_in_fan_out else change)
     return merged

@@ -17,7 +17,7 @@ from trainer.tracking import plots, store
 
 STORE = "MANTISSA_TEST_STORE"
 """The environment's name of the MLflow store that others are copied from; the first that needs it makes it."""
-RATES = {"fp32": 0.1, "tf32": 0.4, "bf16": 0.8, "fp16": 0.001, "fp8": 1.6}
+RATES = {"fp64": 0.05, "fp32": 0.1, "tf32": 0.4, "bf16": 0.8, "fp16": 0.001, "fp8": 1.6}
 draw, set_up = plots.plot_run, store.set_up
 
 

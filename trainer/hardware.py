@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mantissa.formats import BF16, FORMATS, FP16, FP32, NUMBERS, Number
+from mantissa.formats import BF16, FORMATS, FP16, FP32, FP64, NUMBERS, Number
 from mantissa.step.memory import control_groups, held_bytes
 from trainer.errors import UserError, first_line
 
@@ -132,6 +132,8 @@ class Hardware:
         number = FORMATS[mode].number
         if number is FP32:
             return NATIVE
+        if number is FP64:
+            return NATIVE if self.kind.wide == number.dtype else UNAVAILABLE
         if self.capability is not None:
             least = number.capability
             if least and self.capability >= least and not (number.one_major and self.capability[0] > least[0]):

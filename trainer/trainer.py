@@ -124,7 +124,8 @@ class Trainer:
         changed = self.masters or self.model
         self.optimizer = config.optimizer.build(changed, self.device, blocks)
         kept = dict(self.masters.persistent_weights() if self.masters else ())
-        self.average = Average(config.ema, self.model, kept)
+        with self.precision.widened():
+            self.average = Average(config.ema, self.model, kept)
         """The averaged weights, which evaluation and the export use where there are any."""
         self.loss_scale = config.scaler.build(self.precision.format, self.device)
         self.update = self.update_class(
@@ -157,6 +158,7 @@ class Trainer:
         """
         model: nn.Module = self.recipe.returned("build_model", self.recipe.build_model(self.datasets), nn.Module)
         if self.config.source is not None:
+            model.to(self.precision.loaded_dtype)
             self.decisions = self.config.source.load(self.recipe, model, self.datasets)
         return model if self.config.parallel.moves else model.to(self.device)
 
@@ -276,7 +278,7 @@ class Trainer:
         Raises:
             UserError: it is not of this model and this optimizer, or is damaged; nothing was loaded.
         """
-        saved.restore(self.model, self.optimizer, self.masters, self.average)
+        saved.restore(self.model, self.optimizer, self.masters, self.average, self.precision.widened())
         self.enter(self.config.precision.at(saved.step))
         self.loss_scale.load_state_dict(saved.loss_scale)
         self.step = saved.step
@@ -334,10 +336,11 @@ class Trainer:
         lr = self._set_lr()
         # Forward and backward, once for each microbatch.
         loss, correction, units = self.gradients(microbatches)
-        # Unscale, clip, step, and adapt the loss scale.
-        grad_norm, skipped, scale = self.update.step(self.step, correction)
-        self.step += 1
-        self.average.update(self.step)
+        with self.precision.widened():
+            # Unscale, clip, step, and adapt the loss scale.
+            grad_norm, skipped, scale = self.update.step(self.step, correction)
+            self.step += 1
+            self.average.update(self.step)
         return StepRecord(self.step, loss, grad_norm, skipped, scale, lr, units)
 
     def gradients(self, microbatches: list[Batch]) -> Gradients:
@@ -358,7 +361,7 @@ class Trainer:
         for number, microbatch in enumerate(microbatches, 1):
             batch, last = to_device(microbatch, self.device), number == len(microbatches)
             # Only the last one exchanges gradients, which is decided before its forward pass.
-            with self.config.parallel.microbatch(self.replica, last):
+            with self.config.parallel.microbatch(self.replica, last), self.precision.widened():
                 with self.precision.autocast(self.device):
                     output = self.recipe.loss(self.replica, batch)
                 share = output.loss_sum / divisor

@@ -115,7 +115,7 @@ class Result:
         }
 
 
-def compare(plan: ComparisonPlan, base: Config, command: str = "") -> Result:
+def compare(plan: ComparisonPlan, base: Config, command: str = "", runner_class: type[Runner] = Runner) -> Result:
     """Train what is left to train, judge it, and write ``comparison.json``; print each run.
 
     In MLflow, the runs' tag ``group`` is the comparison's name.
@@ -124,6 +124,7 @@ def compare(plan: ComparisonPlan, base: Config, command: str = "") -> Result:
         plan: what to compare; without a name it is named by the recipe and the arms.
         base: config of the baseline.
         command: the command line, for the report.
+        runner_class: the class that trains.
 
     Raises:
         UserError: the folder holds another comparison or seeds that are left out now, is in use by another process, or
@@ -145,7 +146,7 @@ def compare(plan: ComparisonPlan, base: Config, command: str = "") -> Result:
 
     # No checkpoints; and a memory ledger where CUDA does not count memory.
     quiet = ["checkpoint=none", f"profiler={'none' if hardware.is_gpu else 'memory'}"]
-    runner = Runner(folder, merge_overrides([*quiet, f"tags.{GROUP_TAG}={quoted(plan.name)}"], plan.common))
+    runner = runner_class(folder, merge_overrides([*quiet, f"tags.{GROUP_TAG}={quoted(plan.name)}"], plan.common))
     _begin(plan, runner, facts)
 
     # Train, judge, write.

@@ -69,7 +69,7 @@ def of_run(resume: str, overrides: Sequence[str], step: int) -> tuple[TakenStep,
     history = read_history(folder.path, wanted, failed)
     taken = _take(config, wanted, history.start, folder, failure)
     finished = not step and not failed_at and summary.get("status") == "FINISHED"
-    notes = taken.notes + _differences(summary)
+    notes = taken.notes + differences(summary)
     return replace(taken, notes=notes, finished=finished, history=history.wrong), config
 
 
@@ -154,8 +154,8 @@ def _restore(folder: RunFolder | None, trainer: Trainer, step: int) -> str:
     return path.name
 
 
-def _differences(summary: dict[str, Any]) -> list[str]:
-    """Return in what the run was made otherwise than it is replayed: its bits may differ, too."""
+def differences(summary: dict[str, Any]) -> list[str]:
+    """Return in what the run of a summary was made otherwise than it is replayed: its bits may differ, too."""
     before = {**summary.get("versions", {}), **summary.get("git", {})}
     here = {**versions(), **git_facts()}
     return [

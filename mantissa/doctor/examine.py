@@ -40,7 +40,7 @@ from mantissa.tensors import (
 )
 
 PRECISIONS = tuple(
-    name for name, row in FORMATS.items() if not row.number.scaled and not row.accumulates_in_fp32
+    name for name, row in FORMATS.items() if not (row.number.scaled or row.accumulates_in_fp32 or row.wide)
 )  # what a loop needs torch alone for
 _REPEATED = 0.05
 """Relative difference between the gradients of two equal steps that no order of sums explains."""

@@ -156,8 +156,10 @@ def _formats(step: Step) -> list[FormatTrial]:
     as_run, scales = step.format, tuple(step.scales)
     fp32, tf32, bf16, basic = plain(FP32), plain(TF32), plain(BF16), plain(as_run.number)
     formats = [FormatTrial("fp64"), FormatTrial(fp32.name, fp32)]
-    if as_run is not fp32 and step.available(tf32):
+    if as_run is not fp32 and as_run.wide is None and step.available(tf32):
         formats.append(FormatTrial(tf32.name, tf32))
+    if as_run.wide is not None:
+        formats.append(FormatTrial(as_run.name, as_run))
     if as_run.half is None:
         return formats
 

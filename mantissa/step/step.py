@@ -24,7 +24,16 @@ from mantissa.step.flags import flags_of
 from mantissa.step.memory import available_bytes
 from mantissa.step.trace import Op, Trace, user_line
 from mantissa.step.updates import Masters, UpdateMeter
-from mantissa.tensors import finite, in_dtype, moments, perturbed, random_state, set_random_state, unregistered
+from mantissa.tensors import (
+    finite,
+    in_dtype,
+    moments,
+    perturbed,
+    random_state,
+    set_random_state,
+    tensors,
+    unregistered,
+)
 
 Batch = dict[str, Tensor]
 """Tensors by name, whose rows are the samples."""
@@ -481,6 +490,7 @@ class Replay:
         """Whether the loss has changed a batch that it was given."""
         self.own_autocast: torch.dtype | None = None
         """Dtype of the autocast that the loss, or the model, enters itself; None: none."""
+        wide = wide or format.wide
         self._as_run, self._wide, self._in_loss = as_run, wide, False
         if wide is not None:
             cast_training(self.model, self.optimizer, wide)
@@ -723,24 +733,41 @@ class Replay:
             if self.step.uncast:
                 contexts.enter_context(Trace(None, run=self._uncast))
             if self._wide is not None:
-                contexts.callback(torch.set_default_dtype, torch.get_default_dtype())
-                torch.set_default_dtype(self._wide)
                 contexts.enter_context(Widened(self._wide))
             yield
 
 
 class Widened(TorchDispatchMode):
-    """Replaces every narrower floating-point dtype that an operator asks for by ``dtype``, backward as well."""
+    """Replaces every narrower floating-point dtype that an operator asks for by ``dtype``, backward as well.
+
+    So are torch's default dtype, and tensors of narrower ones that an operator only reads, such as a batch.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
+        self._dtype = dtype
+        self._before: list[torch.dtype] = []
         narrower = [torch.float16, torch.bfloat16, *([torch.float32] if dtype == torch.float64 else [])]
         self._wider = dict.fromkeys(narrower, dtype)
         if dtype == torch.float64:
             self._wider[torch.complex64] = torch.complex128
 
+    def __enter__(self) -> Widened:
+        self._before.append(torch.get_default_dtype())
+        torch.set_default_dtype(self._dtype)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_default_dtype(self._before.pop())
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = [*map(self._of, args)], {key: self._of(value) for key, value in (kwargs or {}).items()}
+        kwargs = kwargs or {}
+        if func.namespace == "aten" and any(each.dtype in self._wider for each in tensors((args, kwargs))):
+            reads = {each.name: each.alias_info is None for each in func._schema.arguments}  # no views, not in place
+            args = [self._cast(value) if each else value for each, value in zip(reads.values(), args, strict=False)]
+            kwargs = {name: self._cast(value) if reads[name] else value for name, value in kwargs.items()}
+        args, kwargs = [*map(self._of, args)], {key: self._of(value) for key, value in kwargs.items()}
         if func.overloadpacket.__name__.startswith("_fused_"):
             names = [argument.name for argument in func._schema.arguments]
             args = [_as_read(*each) for each in zip(names, args, strict=False)]
@@ -749,6 +776,11 @@ class Widened(TorchDispatchMode):
 
     def _of(self, value: Any) -> Any:
         return self._wider.get(value, value) if isinstance(value, torch.dtype) else value
+
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(map(self._cast, value))
+        return value.to(self._wider.get(value.dtype, value.dtype)) if isinstance(value, Tensor) else value
 
 
 def _as_read(name: str, value: Any) -> Any:

@@ -245,12 +245,15 @@ def _weights(first: FirstStep, format: Format | None) -> Aspect:
         asked = f"precision={format.name} asks for fp32 masters"
         differences.append(f"{asked}, but the optimizer has none: give it fp32 copies.")
 
-    # And wider ones than those that were asked for.
-    wide = [name for name, of in first.trainable.items() if format and of.dtype.itemsize > format.weights.itemsize]
-    if wide and format:
+    # And wider ones than those that were asked for, or narrower ones than fp64.
+    sizes = {name: of.dtype.itemsize for name, of in first.trainable.items()}
+    wide = [name for name, size in sizes.items() if format and size > format.weights.itemsize]
+    narrow = [name for name, size in sizes.items() if format and format.wide and size < format.wide.itemsize]
+    if (wide or narrow) and format:
         meant = dtype_name(format.weights)
         asked = f"precision={format.name} asks for {meant} weights"
-        differences.append(f"{asked}, but {listed(wide)} are wider: call model.to(torch.{meant}).")
+        those = f"{listed(wide or narrow)} are {'wider' if wide else 'narrower'}"
+        differences.append(f"{asked}, but {those}: call model.to(torch.{meant}).")
     return Aspect({"weights": row}, differences)
 
 

@@ -85,11 +85,13 @@ def check(row: Row, run: Callable[[list[str]], Result], monkeypatch: pytest.Monk
 SCRIPTS = {
     "compare": ("evidence.comparison.command:main", "evidence.runs.Runner.run_all"),
     "advise": ("evidence.advice.command:main", "evidence.advice.search.Search.run"),
+    "layers": ("evidence.layers.command:main", "evidence.layers.search.Search.run"),
     "search": ("evidence.search.search:main", "evidence.search.search.run_trials"),
     "lr_range": ("evidence.search.lr_range:main", "evidence.search.lr_range.range_test"),
     "memory": ("evidence.memory.command:memory", "evidence.memory.command.forecast"),
     "max_batch": ("evidence.memory.command:max_batch", "evidence.memory.max_batch.search"),
     "doctor": ("evidence.doctor.command:main", "evidence.doctor.command.diagnose"),
+    "diff": ("evidence.diff.command:main", "evidence.diff.command.compare"),
     "reproduce": ("evidence.claims.reproduce:main", "evidence.claims.reproduce.test"),
     "evaluate": ("inference.evaluate:evaluate", "inference.evaluate.measure"),
     "generate": ("inference.generate:generate", "inference.generate._write"),

@@ -62,8 +62,19 @@ recipe=bignet | +trainer.max_epochs=3 | ; set epochs=3
 recipe=bignet | model.lr=1 | ; set optimizer.lr=1
 recipe=bignet | use_amp=true | ; set precision=fp16
 recipe=bignet | amp=O1 | ; set precision=fp16
-recipe=bignet | opt_level=O2 | ; set precision=fp16
-recipe=bignet | opt_level=O0 | ; leave opt_level=O0 out
+recipe=bignet precision=fp64 | compile=default | compile=default has no effect with precision=fp64
+recipe=bignet precision=fp64 | optimizer.state=bf16 | has its state in fp64; set optimizer.state=auto
+recipe=bignet precision=fp64 | scaler=dynamic | fp64 has more than fp32's range
+recipe=bignet precision=fp64 | 'precision.fp32_ops=[softmax]' | precision.fp32_ops has no effect with precision=fp64
+recipe=bignet | opt_level=O0 | ; set precision=fp32
+recipe=bignet | opt_level=O1 | ; set precision=fp16
+recipe=bignet | --opt-level=O2 | ; set precision=fp16_master
+recipe=bignet | amp_opt_level=O3 | ; set precision=fp16_pure
+recipe=bignet | amp_level=o2 | ; set precision=fp16_master
+recipe=bignet | precision=O2 | ; set precision=fp16_master
+recipe=bignet | precision=double | ; set precision=fp64
+recipe=bignet | precision=bf16-mixed | ; set precision=bf16
+recipe=bignet | trainer.precision=64-true | ; set precision=fp64
 recipe=bignet | half=true | ; set precision=fp16
 recipe=bignet | mixed_precision=bf16 | ; set precision=bf16
 recipe=bignet | mixed_precision=no | ; leave mixed_precision=no out
@@ -126,7 +137,7 @@ recipe=bignet | optimizer.betas=0.9,0.95 | ; set 'optimizer.options.betas=[0.9,0
 recipe=bignet | optimizer.betas=(0.9,0.95) | square brackets; set 'optimizer.options.betas=[0.9,0.95]'
 recipe=bignet | optimizer.options.betas=0.9,0.95 | ; set 'optimizer.options.betas=[0.9,0.95]'
 -m recipe=bignet | seeds=0,1 | ; set seed=0,1
--m recipe=bignet | precision=fp32,fp64 | -
+-m recipe=bignet | precision=fp32,fp46 | -
 -m recipe=bignet steps=1 | batch_size=4,-4 | batch_size=-4 must be at least 1
 -m recipe=bignet | optimizer.lr=1e-3,abc | -
 recipe=bignet | --experiment amp_mlp | ; set experiment=amp_mlp
@@ -292,6 +303,7 @@ def test_a_mistake_leaves_nothing_and_its_remedy_is_accepted(
 # --- the other scripts
 
 TINY = "recipe=bignet recipe.layers=2 recipe.width=16"
+STACK = "recipe=bignet recipe.layers=8 recipe.width=16"
 SPACE = "space.optimizer.lr=tag(log,interval(1e-4,1e-2))"
 OTHERS = r"""
 compare TINY | arms=fp32,bf61 | arms: bf61 is not a precision
@@ -321,6 +333,19 @@ advise TINY | time_budget=5 | time_budget=5 is not a duration
 advise TINY | resume=runs/mine | -
 advise TINY | debug=overfit | -
 advise TINY | precision=fp32,bf16 | has several values; advise.py chooses
+layers STACK | - | precision=fp32 has no layers that need more bits … (fp8, mxfp8, nvfp4); set precision=nvfp4
+layers STACK | precision=bf16 | set precision=nvfp4
+layers STACK precision=nvfp4 | seeds=2 | a verdict needs 3 seeds or more; set seeds=3
+layers STACK precision=nvfp4 | margin=0 | -
+layers STACK precision=nvfp4 | seed=1 | seed=1 has no effect: set for every run
+layers STACK precision=nvfp4 | steps=20 | a quarter of them ranks the layers … ; set steps=40
+layers STACK precision=nvfp4 | precision.then=bf16 | has no effect: every run keeps its formats; leave
+layers STACK precision=nvfp4 | early_stopping.patience=3 | has no effect: every run takes all its steps
+layers STACK precision=nvfp4 | batch_size=8,16 | layers.py searches the layers of one setting
+layers STACK precision=nvfp4 | sedes=3 | set seeds=3
+layers STACK precision=nvfp4 | parallel=ddp | -
+layers precision=nvfp4 | recipe=resnet recipe.arch=resnet18 steps=60 | no linear layer of recipe=resnet
+layers precision=nvfp4 recipe=bignet recipe.width=16 | recipe.layers=1 | is all that multiplies in nvfp4
 search TINY | - | there is nothing to search
 search TINY | space.output_dir=choice(a,b) | output_dir is not an option of the training
 search TINY SPACE | optimizer.lr=0.1 | optimizer.lr=0.1 sets what is searched
@@ -350,6 +375,17 @@ doctor TINY | steps=3 step=4 | -
 doctor TINY | outputs/ended | -
 doctor | nowhere | resume=nowhere: there is no such folder
 doctor | runs | -
+diff outputs/ended | - | 1 given; give two run folders, or two logs
+diff outputs/ended runs/mine | third | -
+diff outputs/ended | nowhere | b=nowhere: there is no such folder; give a run folder, such as outputs/ended
+diff outputs/ended | ended | b=ended: there is no such folder; set b=outputs/ended
+diff outputs/ended | folder | folder is not the folder of a run
+diff log.csv | outputs/ended | b is a run folder, and the other one a file; set b=outputs/ended/metrics.jsonl
+diff log.csv | here.db | b=here.db is no log (.jsonl, .json, .csv), and no run folder
+diff log.csv | nowhere.csv | there is no nowhere.csv
+diff log.csv log.csv | step=samples | step=samples is no column of numbers in log.csv or log.csv; leave it out
+diff outputs/ended runs/mine | step=samples | step=samples has no effect on runs, whose steps are known; leave it out
+diff outputs/ended runs/mine | repaly=false | ; set replay=false
 reproduce | claim=bignet_memroy | claim=bignet_memroy is not a claim
 reproduce | claim=bignet_memory all=true | claim=… and all=true exclude each other
 reproduce | claim=bignet_memory steps=3 | a claim's file fixes all other options
@@ -378,6 +414,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("empty", "folder"):
         (folder / name).mkdir(parents=True)
     (folder / "here.db").touch()
+    (folder / "log.csv").write_text("step,loss\n1,2\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MANTISSA_CACHE", str(folder / "cache"))
         patch.chdir(folder)
@@ -397,7 +434,7 @@ def work(made: Path, folder: Path, script: Callable[..., Result], monkeypatch: p
     return lambda words: up_to_the_work(words, script, monkeypatch)
 
 
-@pytest.mark.parametrize("row", rows(OTHERS, PAIR="TINY arms=fp32,bf16", TINY=TINY, SPACE=SPACE))
+@pytest.mark.parametrize("row", rows(OTHERS, PAIR="TINY arms=fp32,bf16", TINY=TINY, STACK=STACK, SPACE=SPACE))
 def test_a_mistake_in_another_script(
     row: Row, work: Callable[[list[str]], Result], made: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

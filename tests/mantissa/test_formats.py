@@ -5,18 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mantissa.formats import BASIC, BF16, FORMATS, FP8, FP16, FP32, NEAREST, TF32, Number
+from mantissa.formats import BASIC, BF16, FORMATS, FP8, FP16, FP32, FP64, NEAREST, TF32, Number
 from mantissa.names import format_name
 
 
 @pytest.mark.parametrize(
     ("number", "dtype"),
-    [(FP32, torch.float32), (BF16, torch.bfloat16), (FP16, torch.float16), (FP8, torch.float8_e4m3fn)],
+    [
+        (FP64, torch.float64),
+        (FP32, torch.float32),
+        (BF16, torch.bfloat16),
+        (FP16, torch.float16),
+        (FP8, torch.float8_e4m3fn),
+    ],
 )
 def test_range_and_rounding_are_those_of_the_dtype(number: Number, dtype: torch.dtype) -> None:
     facts = torch.finfo(dtype)
     assert (number.largest, number.unit_roundoff) == (facts.max, facts.eps / 2)
     smallest = torch.tensor(number.smallest, dtype=torch.float64)
+    assert smallest > 0
     assert smallest.to(dtype).double() == smallest
     assert (smallest / 2).to(dtype).double() == 0  # a tie, which rounds to even
 
@@ -51,6 +58,7 @@ def test_every_row_is_one_that_layers_and_optimizer_carry_out() -> None:
     assert only_half.isdisjoint({"fp32", "tf32", "bf16", "fp16", "fp8", "bf16_master", "fp16_master", "bf16_sr"})
     for name, row in FORMATS.items():
         assert row.name == name
-        assert row.half == (None if row.number in (FP32, TF32) else row.number.dtype)
+        assert row.half == (None if row.number in (FP64, FP32, TF32) else row.number.dtype)
+        assert row.wide == (torch.float64 if row.number is FP64 else None)
         assert row.half_weights or not row.accumulates_in_fp32
         assert row.rounding == NEAREST or row.weights == torch.bfloat16  # which stochastic_round gives

@@ -25,7 +25,7 @@ def test_two_processes_train_as_one_does_and_resume_exactly(rule: str, mode: str
     expected = alone["training"]["single"][rule]
     assert expected["resumed alike"]
     assert expected["moved in the last step"]
-    tolerance = 0.02 if "16" in rule else 1e-3
+    tolerance = 0.02 if "16" in rule else 1e-10 if rule == "fp64" else 1e-3
     change = torch.tensor(expected["change"])
     first, second = (rank["training"][mode][rule] for rank in ranks("all", 2))
     if mode == "fsdp" and rule in REFUSED_BY_FSDP:

@@ -37,6 +37,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "average bf16_master": ("ema=default", "ema.decay=0.5", "precision=bf16_master", "optimizer.lr=0.1"),
     **{mode: (*SGD, f"precision={mode}", "scaler.init=1024") for mode in HALVES},
     **{f"{a} then {b}": (f"precision={a}", f"precision.then={b}", "precision.until=2") for a, b in CHANGES},
+    "fp64": ("precision=fp64", "optimizer=muon", "optimizer.lr=0.02", "ema=default", "activation_checkpointing=blocks"),
     "mixing": ("augment.mixup=0.4", "augment.cutmix=1"),
     "lora bf16_master": ("recipe.lora.rank=2", "optimizer=sgd", "optimizer.lr=0.5", "precision=bf16_master"),
 }

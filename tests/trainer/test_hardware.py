@@ -49,6 +49,7 @@ def test_which_formats_hardware_multiplies(hardware: Hardware, support: str) -> 
     words = {"n": NATIVE, "e": EMULATED, "-": UNAVAILABLE}
     formats = ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
     assert [hardware.support(name) for name in formats] == [words[letter] for letter in "n" + support]
+    assert hardware.support("fp64") == (UNAVAILABLE if hardware.device.type == "mps" else NATIVE)
 
 
 PEAKS = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,11 @@ class CheckpointReader:
         optimizer: torch.optim.Optimizer | None,
         masters: MasterWeights | None = None,
         average: Average | None = None,
+        around: AbstractContextManager[object] | None = None,
     ) -> None:
         """Load the weights, the optimizer's state, the fp32 masters and averages, where there are any, in place.
 
-        The optimizer keeps its options, which are the config's.
+        The optimizer keeps its options, which are the config's. It takes its steps in ``around``.
 
         Raises:
             UserError: the checkpoint is not of this model and this optimizer.
@@ -72,7 +74,8 @@ class CheckpointReader:
         if optimizer is not None and misfit is None:
             names = parameter_names(masters or model, optimizer)
             if names == kept["names"] and len(optimizer.param_groups) == len(kept["groups"]):
-                create_state(optimizer, masters, names, kept["stateless"])
+                with around or nullcontext():
+                    create_state(optimizer, masters, names, kept["stateless"])
                 tensors |= optimizer_state(masters or model, optimizer)[0]
                 misfit = self._moments.misfit(tensors, "optimizer")
             else:

@@ -182,7 +182,7 @@ def meant(key: str, value: str, problem: str, typed: str) -> UserError:
     known = [*known_options(), "experiment"]
     if name in NOT_HERE:
         return UserError(f"{problem}: {NOT_HERE[name]}", "", mistake=typed)
-    if name in OTHER_NAMES and value.lower() in ("false", "no", "none", "off", "null", "o0"):
+    if name in OTHER_NAMES and value.lower() in ("false", "no", "none", "off", "null"):
         return UserError(problem, "", mistake=typed)
     ours = intended_key(name)
     if ours == "init_from" and name != ours:
@@ -254,8 +254,8 @@ OTHER_NAMES = {
     **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs"), "epochs"),
     **dict.fromkeys(("model", "network", "task"), "recipe"),
     **dict.fromkeys(("dtype", "mixed_precision"), "precision"),
-    **{name: f"precision={name}" for name in ("fp16", "bf16")},
-    **dict.fromkeys(("amp", "use_amp", "half", "opt_level", "amp_level"), "precision=fp16"),
+    **{name: f"precision={name}" for name in ("fp16", "bf16", "fp64")},
+    **dict.fromkeys(("amp", "use_amp", "half", "opt_level", "amp_level", "amp_opt_level"), "precision=fp16"),
     **dict.fromkeys(("grad_clip", "max_grad_norm", "clip_grad", "gradient_clip_val"), "clip.max_norm"),
     **dict.fromkeys(("warmup", "warmup_iters", "num_warmup_steps"), "schedule.warmup_steps"),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "scheduler"), "schedule"),

@@ -31,7 +31,7 @@ from trainer.run_folder import PATHS, RunFolder, named, same_place, to_continue
 
 State = Literal["complete", "not finite", "interrupted"]
 
-_ELSEWHERE = (
+ELSEWHERE = (
     *("checkpoint", "tracking", "resume", "recipe_path", "output_dir", "run_name"),
     *("tags", "note", "quiet", "why"),
 )
@@ -40,7 +40,7 @@ MAY_CHANGE = (
     *("steps", "epochs"),  # make the run longer, and with it the schedule
     *("device", "threads", "parallel", "loader", "activation_checkpointing"),
     *("log_every", "eval_every", "metrics", "early_stopping", "profiler", "diagnostics", "debug"),
-    *_ELSEWHERE,
+    *ELSEWHERE,
 )
 """Keys and groups that may differ between a run and its continuation: but for the number of steps, over which the
 schedule spans, they do not change what is learnt.
@@ -122,7 +122,7 @@ def check_same(folder: RunFolder, before: Mapping[str, Any], now: Mapping[str, A
     """
     different = {
         key: values
-        for key, values in _differences(before, now).items()
+        for key, values in differences(before, now).items()
         if not may_change(key, before, now) and not folder.is_gone(key, values[0])
     }
     if new := [key for key in different if _is_of_one(key, before, now)]:
@@ -158,7 +158,7 @@ def check_record(folder: RunFolder, trained: Mapping[str, Any] | None) -> None:
     record = read_object(folder.path / CONFIG_FILE)
     changed = {
         key: values
-        for key, values in _differences(trained, record).items()
+        for key, values in differences(trained, record).items()
         if key not in PATHS and not may_change(key, trained, record)
     }
     if changed:
@@ -186,12 +186,12 @@ def _has_these_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> boo
     still ``auto`` follows from the rest; but the augmentation, whose ``auto`` is the record's choice by now.
     """
     return all(
-        (key.partition(".")[0] in _ELSEWHERE and key != "checkpoint.best") or (value == "auto" and key != "augment")
-        for key, (_, value) in _differences(before, now).items()
+        (key.partition(".")[0] in ELSEWHERE and key != "checkpoint.best") or (value == "auto" and key != "augment")
+        for key, (_, value) in differences(before, now).items()
     )
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return what differs between two configs by dotted key: before, now. A path may be written in another way."""
     values = {key: (before.get(key), now.get(key)) for key in dict.fromkeys([*before, *now])}
     return {

@@ -119,6 +119,7 @@ class StepConfig:
             self.scaler.check(phase.format)
             phase.check_operators()
             self.parallel.check(phase)
+            self.compile.check(phase.format)
         self.optimizer.check(self.parallel.kind, self.precision.format)
         self.augment.check(self.recipe, self.data)
 

@@ -137,10 +137,10 @@ class Optimizer:
                 "parallel=ddp",
                 ADAMW,
             )
-        if self.state != "auto" and format.only_half:
+        if self.state != "auto" and (format.only_half or format.wide):
+            has = "16-bit state already" if format.only_half else "its state in fp64"
             raise UserError(
-                f"optimizer.state={self.state} is for fp32 weights or masters, but precision={format.name} has 16-bit "
-                "state already",
+                f"optimizer.state={self.state} is for fp32 weights or masters, but precision={format.name} has {has}",
                 "optimizer.state=auto",
             )
 

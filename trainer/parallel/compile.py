@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mantissa.formats import Format
 from trainer.errors import UserError, check_choice
 
 MODES = ("off", "default", "max-autotune")
@@ -27,6 +28,20 @@ class Compile:
 
     def __post_init__(self) -> None:
         check_choice("compile.mode", self.mode, MODES)
+
+    def check(self, format: Format) -> None:
+        """Check that a model in this format can be compiled.
+
+        Raises:
+            UserError: casts to narrower formats would come back, which eager code leaves out.
+        """
+        if self.mode != "off" and format.wide:
+            raise UserError(
+                f"compile={self.mode} has no effect with precision={format.name}: torch runs eagerly where casts to "
+                "narrower formats are left out",
+                "compile=off",
+                "precision=fp32",
+            )
 
     def apply(
         self, modules: list[nn.Module], device: torch.device, mixed: bool = False, round_as_eager: bool = False

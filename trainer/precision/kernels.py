@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,6 +177,18 @@ def clear() -> None:
     """Let this process use torch's own kernels again."""
     for dtype in _NAMES:
         use(dtype, OWN)
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Return a context that begins with torch's own kernels, and leaves those that were in use before."""
+    before = dict(_process.chosen)
+    clear()
+    try:
+        yield
+    finally:
+        for dtype in _NAMES:
+            use(dtype, before.get(dtype, OWN))
 
 
 def _replacement(overload: str) -> Callable[..., Any]:

@@ -18,12 +18,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from mantissa.display import shortened
+from mantissa.display import dtype_name, shortened
 from mantissa.errors import FormatError, UsageError
-from mantissa.formats import BF16, FORMATS, FP8, FP32, TF32, Format, Number
+from mantissa.formats import BF16, FORMATS, FP8, FP32, FP64, TF32, Format, Number
 from mantissa.step import operators
 from mantissa.step.flags import set_flags
 from mantissa.step.islands import cast_inputs, keep_fp32, with_fp32_statistics
+from mantissa.step.step import Widened
+from mantissa.tensors import in_dtype
 from trainer.errors import UserError, check_choice, most_like
 from trainer.hardware import NATIVE, UNAVAILABLE, Hardware
 from trainer.precision import kernels, scaled
@@ -111,7 +113,7 @@ class Precision:
                 remedy = typed(_MODULES, {**self.modules, pattern: near}) if near else self._without(pattern)
                 raise UserError(f"{said}: there is no such format ({', '.join(_BY_MODULE)})", remedy)
             why = "autocast has one 16-bit dtype"
-            if FORMATS[mode].half_weights is not None:
+            if FORMATS[mode].weights != torch.float32:
                 why = "how weights are held and updated is chosen for the whole model"
             elif FORMATS[mode].number is TF32:
                 why = "TF32 is on or off for the whole process"
@@ -154,10 +156,11 @@ class Precision:
         if self.then == self.mode:
             raise UserError(f"{typed} is the mode that the run begins in: nothing would change", "", mistake=change)
         for key, mode in (("precision", self.mode), ("precision.then", self.then)):
-            if FORMATS[mode].half_weights is not None:
+            if FORMATS[mode].weights != torch.float32:
+                dtype = dtype_name(FORMATS[mode].weights)
                 raise UserError(
-                    f"{key}={mode} holds weights in 16 bits; a run changes between modes with fp32 weights only",
-                    f"{key}={FORMATS[mode].number.name}",
+                    f"{key}={mode} holds weights in {dtype}; a run changes between modes with fp32 weights only",
+                    *[f"{key}={FORMATS[mode].number.name}"] * (FORMATS[mode].half_weights is not None),
                     "",
                     mistake=change,
                 )
@@ -197,6 +200,12 @@ class Precision:
         """
         for mode in self.formats:
             number = FORMATS[mode].number
+            if hardware.support(mode) == UNAVAILABLE and number is FP64:
+                raise UserError(
+                    f"precision={mode} is not available on {hardware.name}: {hardware.kind.words} has no fp64",
+                    "precision=fp32",
+                    "device=cpu",
+                )
             if hardware.support(mode) == UNAVAILABLE:
                 capability = ".".join(map(str, number.capability or ()))
                 raise UserError(
@@ -238,10 +247,14 @@ class Precision:
         would not see the optimizer's update.
         """
         dtype = self.format.autocast
-        autocast = nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+        autocast = self.widened() if dtype is None else torch.autocast(device.type, dtype=dtype)
         if not self.fp32_ops:
             return autocast
         return operators.OperatorPolicy(device.type, self.fp32_ops, self.format.half_weights).beside(autocast)
+
+    def widened(self) -> AbstractContextManager[Any]:
+        """Return a context in which code that asks for narrower numbers gets those of the mode: in fp64 alone."""
+        return nullcontext() if self.format.wide is None else Widened(self.format.wide)
 
     def loss_divisor(self, targets: int) -> tuple[int, float]:
         """Return the divisor of the summed loss before backward, and the factor that its gradients then still need.
@@ -301,6 +314,11 @@ class Precision:
         """The 16-bit dtype that layers compute in, by autocast or by their weights; None in fp32 and tf32."""
         return self.format.half
 
+    @property
+    def loaded_dtype(self) -> torch.dtype:
+        """The dtype in which weights are read from files, before ``convert``."""
+        return self.format.wide or torch.float32
+
     def convert(
         self,
         model: nn.Module,
@@ -335,6 +353,12 @@ class Precision:
                 change = "" if remedies else "precision.then precision.until"
                 problem = error.problem.replace("precision=", "precision.then=", 1)
                 raise UserError(problem, *(remedies or [""]), mistake=change) from error
+        if (wide := self.format.wide) is not None:
+            for module in model.modules():  # not by ``Module.to``, which cannot swap the fake tensors of a forecast
+                for parameter in module.parameters(recurse=False):
+                    parameter.data = in_dtype(parameter.data, wide)
+                held = {name: each for name, each in module._buffers.items() if each is not None}
+                module._buffers.update({name: in_dtype(each, wide) for name, each in held.items()})
         dtype = self.format.half_weights
         if dtype is None:
             return kept

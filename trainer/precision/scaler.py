@@ -106,9 +106,8 @@ class Scaler:
                 "scaler=auto",
                 "scaler=none scaler.force=true",
             )
-        reason = (
-            "numbers have scales of their own" if format.number.scaled else f"{format.number.name} has fp32's range"
-        )
+        range = "more than fp32's range" if format.wide else "fp32's range"
+        reason = "numbers have scales of their own" if format.number.scaled else f"{format.number.name} has {range}"
         raise UserError(
             f"scaler={self.kind} with precision={format.name}: {reason}, so scaling is not needed",
             "scaler=auto",

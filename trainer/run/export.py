@@ -47,8 +47,9 @@ def load_best(trainer: Trainer, folder: RunFolder, best: dict[str, Any] | None, 
 
 def whole_model(trainer: Trainer) -> nn.Module | None:
     """Return the model with the weights that are evaluated, unsharded, on rank 0; every rank calls it."""
-    averages = trainer.average.state_of_model()  # fp32, so that the model is built as the recipe builds it
-    build = trainer.build_model if averages is None else partial(trainer.recipe.build_model, trainer.datasets)
+    averages = trainer.average.state_of_model()  # fp32 of 16-bit weights, so the model is built as the recipe builds it
+    converted = averages is None or trainer.precision.format.wide is not None
+    build = trainer.build_model if converted else partial(trainer.recipe.build_model, trainer.datasets)
     model = unsharded(trainer.model, build, averages)
     return model if trainer.world.is_main else None
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mantissa.tensors import wide_dtype
 from trainer.errors import NonFiniteError
 from trainer.hardware import kind_of, peak_memory_bytes, reserved_memory_bytes, reset_peak_memory
 from trainer.precision.scaler import Scaling
@@ -150,7 +151,8 @@ class Monitor:
 
         # One copy of all tensors: a row for each metric, a column for each step.
         names = [name for name, column in columns.items() if isinstance(column[0], Tensor)]
-        numbers = torch.stack([torch.stack(columns[name]).float() for name in names]).cpu()
+        stacked = [torch.stack(columns[name]) for name in names]
+        numbers = torch.stack([each.to(wide_dtype(stacked)) for each in stacked]).cpu()
 
         # What each rank knows its own share of is added up; the shares tell which rank was not finite.
         shares = numbers[names.index("loss")].clone()

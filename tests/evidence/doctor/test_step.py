@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from evidence.doctor.step import step_of as step_of_trainer
 from mantissa.doctor.dtypes import explicit_casts
+from mantissa.doctor.sweep import _formats
 from mantissa.formats import FORMATS, TF32
 from mantissa.step.flags import flags_of
 from mantissa.step.loop import LoopStep
@@ -43,8 +44,9 @@ def everything(passes: Replay) -> dict[str, Any]:
         (*TINY["gpt2"], "recipe.dropout=0.1", "precision=bf16_sr"),
         (*TINY["gpt2"], "recipe.dropout=0.1", "precision=bf16", "activation_checkpointing=blocks"),
         (*TINY["resnet"], "precision=bf16_master"),
+        (*TINY["bignet"], "precision=fp64", "activation_checkpointing=blocks"),
     ],
-    ids=["masters", "stochastic rounding", "dropout, recomputed", "batch norm"],
+    ids=["masters", "stochastic rounding", "dropout, recomputed", "batch norm", "fp64"],
 )
 def test_an_attempt_is_the_runs_own_step_every_time(overrides: tuple[str, ...]) -> None:
     trainer, microbatches = after_two_steps(*overrides)
@@ -67,12 +69,23 @@ def test_an_attempt_is_the_runs_own_step_every_time(overrides: tuple[str, ...]) 
         assert same_bits(everything(other), start)
 
 
-def test_training_continues_from_a_case_as_the_run_does() -> None:
-    trainer, microbatches = after_two_steps(*TINY["gpt2"], "precision=bf16_master")
+@pytest.mark.parametrize("mode", ["bf16_master", "fp64"])
+def test_training_continues_from_a_case_as_the_run_does(mode: str) -> None:
+    trainer, microbatches = after_two_steps(*TINY["gpt2"], f"precision={mode}")
     other = step_of_trainer(trainer).as_run()
     record = trainer.train_step(microbatches)
     assert other.train([microbatches]) == [record.loss.item()]
     assert same_bits(trainer.model.state_dict(), other.model.state_dict())
+
+
+def test_a_step_in_fp64_is_swept_from_its_reference_over_fp32_to_itself() -> None:
+    trainer, microbatches = after_two_steps(*TINY["bignet"], "precision=fp64")
+    step = step_of_trainer(trainer)
+    loss = trainer.gradients(microbatches).loss.item()
+    trials = [trial.take(step) for trial in _formats(step)]
+    assert [trial.name for trial in trials] == ["fp64", "fp32", "fp64"]
+    assert [trial.loss == loss for trial in trials] == [True, False, True]
+    assert trials[1].loss == pytest.approx(loss, rel=1e-5)
 
 
 def test_a_run_keeps_its_fp32_products_where_its_reference_has_others() -> None:

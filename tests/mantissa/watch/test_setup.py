@@ -226,6 +226,7 @@ DIFFERENCES: list[Row] = [
     (("fp32 masters", "fp32 copies"), {"precision": "bf16_master", "dtype": BF16}, {"made": masters}),
     (("asks for bfloat16 weights", "model.to(torch.bfloat16)"), {"precision": "bf16_pure"}, {"dtype": BF16}),
     (("asks for float32 weights", "are wider"), {"dtype": torch.float64}, {"dtype": torch.float32}),
+    (("asks for float64 weights", "are narrower"), {"precision": "fp64"}, {"dtype": torch.float64}),
     (("4 forward passes are summed in bfloat16",), {"dtype": BF16, "passes": 4}, {"dtype": None}),
     (("inner.weight (momentum_buffer)", "has fewer bits than weights"), {"made": low_state}, {"made": None}),
     (("eps=1e-08 is 0 in float16", "keep fp32 weights"), PURE, {"precision": "fp32", "dtype": None}),

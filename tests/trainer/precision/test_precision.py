@@ -93,6 +93,8 @@ def test_unavailable_precisions_are_refused_and_emulated_ones_reported() -> None
         with pytest.raises(UserError, match=f"precision=fp32 or precision={half}"):
             Precision("tf32").check(hardware)
     Precision("tf32").check(H100)
+    with pytest.raises(UserError, match="an Apple GPU has no fp64; set precision=fp32 or device=cpu"):
+        Precision("fp64").check(Hardware(torch.device("mps"), "M3", 2**34, 8))
     assert warning_if_slow(Precision("bf16"), AMX, RATES) is None
     assert "no bf16 instructions" in str(warning_if_slow(Precision("bf16"), PLAIN_CPU, RATES))
     assert warning_if_slow(Precision("fp32"), PLAIN_CPU, RATES) is None

@@ -34,7 +34,7 @@ BIGNET = ("recipe=bignet", "recipe.width=128", "recipe.layers=6", "data.samples=
         (GPT2, "activation_checkpointing=blocks optimizer=sgd clip=value"),
         (GPT2, "activation_checkpointing=selective optimizer=sgd clip=value"),
         (RESNET, "precision=fp16"),
-        *((BIGNET, f"precision={mode}") for mode in ("fp32", "bf16_sr", "fp16_pure")),
+        *((BIGNET, f"precision={mode}") for mode in ("fp64", "fp32", "bf16_sr", "fp16_pure")),
         (BIGNET, "precision=bf16_master optimizer=muon"),
         (BIGNET, "optimizer.state=bf16"),
         # These read numbers from tensors.

@@ -1,0 +1,1 @@
+"""Where two recorded runs part."""

@@ -1,0 +1,1 @@
+"""Which layers of a model need more bits than a scaled format has."""
