@@ -26,7 +26,7 @@ from mantissa.tensors import in_dtype
 from trainer.errors import UserError, check_choice
 from trainer.hardware import NATIVE, UNAVAILABLE, Hardware
 from trainer.precision import kernels, scaled
-from trainer.precision.modules import BY_MODULE, OPTION, check_beside, check_names, islands_of, layers_of, named
+from trainer.precision.modules import BY_MODULE, OPTION, check_beside, check_names, islands_of, named, scaled_layers
 from trainer.precision.names import typed
 
 # CUDA's libraries and oneDNN read these before torch's flags, and torch's flags do not show their effect.
@@ -36,7 +36,7 @@ SILENT = {
     TF32: {"NVIDIA_TF32_OVERRIDE": {"0"}},
 }
 """Environment variables with which a format is another one, each with the values that make it so."""
-_CHANGE = "precision.then precision.until"
+_CHANGE = "precision.then precision.until"  # without them a run has one mode
 _PRODUCTS = ("linear", "addmm", "mm")  # of linear layers, and inside of scaled ones
 AUTO = "auto"
 """The mode that is another one once it is known what trains, see ``automatic``."""
@@ -271,7 +271,7 @@ class Precision:
 
     @property
     def half(self) -> torch.dtype | None:
-        """The 16-bit dtype that layers compute in, by autocast or by their weights; None in fp32 and tf32."""
+        """The 16-bit dtype that layers compute in, by autocast or by their weights; None in fp64, fp32 and tf32."""
         return self.format.half
 
     @property
@@ -369,9 +369,9 @@ class Precision:
         """Let linear layers multiply in scaled formats, and those that did in an earlier one in these, or no longer.
 
         Raises:
-            UserError: see ``modules.layers_of``.
+            UserError: see ``modules.scaled_layers``.
         """
-        numbers = layers_of(self.modules, self.format.number, model, blocks, kept)
+        numbers = scaled_layers(self.modules, self.format.number, model, blocks, kept)
         products = {
             number: scaled.product_of(number, str(self.fp8_scaling or SCALINGS[0]), self.gradients, device)
             for number in dict.fromkeys(numbers.values())

@@ -146,7 +146,7 @@ def _with_fp32_last(formats: Formats) -> dict[str, str]:
     return dict(sorted(formats.items(), key=lambda each: each[1] == FP32.name))
 
 
-def layers_of(
+def scaled_layers(
     formats: Formats, number: Number, model: nn.Module, blocks: list[nn.Module], islands: list[str]
 ) -> dict[str, Number]:
     """Return the linear layers that multiply scaled numbers, by name, and the numbers of each.
