@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evidence.diff.logs import SUFFIXES, Compared, Difference, Log, compare, read_log, shown_step
+from evidence.diff.logs import SUFFIXES, Compared, Log, Pair, compare, read_log, shown_step
 from evidence.diff.replay import first_weights, parting
 from evidence.diff.runs import CODE, DATA, Before, before, kept
 from mantissa.display import columns, counted, listed, shortened
@@ -173,7 +173,7 @@ def _print_logs(a: Log, b: Log, compared: Compared) -> bool:
     return ended or compared.first is not None
 
 
-def _table(step: float, differences: Sequence[Difference]) -> str:
+def _table(step: float, differences: Sequence[Pair]) -> str:
     rows = [(f"step {shown_step(step)}", "a", "b", "relative difference")]
     rows += [(each.name, repr(each.a), repr(each.b), f"{each.relative:.1e}") for each in differences[:_SHOWN]]
     more = len(differences) - _SHOWN

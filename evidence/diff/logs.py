@@ -44,8 +44,8 @@ class Log(NamedTuple):
     """What was not taken as it stands, in words."""
 
 
-class Difference(NamedTuple):
-    """One value of two logs."""
+class Pair(NamedTuple):
+    """The values of a metric in both logs, at one step."""
 
     name: str
     a: float
@@ -69,9 +69,9 @@ class Compared(NamedTuple):
     """Those of the values that were compared."""
     values: int
     """How many were."""
-    first: tuple[float, list[Difference]] | None
+    first: tuple[float, list[Pair]] | None
     """The first step at which any value differs, and all that do; None: none does."""
-    large: tuple[float, list[Difference]] | None
+    large: tuple[float, list[Pair]] | None
     """Likewise, by more than ``LARGE``."""
     notes: list[str]
     """What was not compared, in words."""
@@ -103,7 +103,7 @@ def read_log(path: Path, step: str = "") -> Log:
         for name, value in row.items():
             if value is None or name.removesuffix("_nonfinite") in row.keys() - {name}:  # a flag beside its null
                 continue
-            later += name in values and not _is_measured(name) and Difference(name, values[name], value).relative > 0
+            later += name in values and not _is_measured(name) and Pair(name, values[name], value).relative > 0
             values[name] = value
     notes = []
     if later:
@@ -141,7 +141,7 @@ def compare(a: Log, b: Log, means: Collection[str] | None = None) -> Compared:
     uneven = {name: {step for step in shared[name] if of_a[name][step] != of_b[name][step]} for name in both}
     taken = {name: shared[name] - uneven[name] if name in (means or ()) else shared[name] for name in both}
     pairs = {
-        step: [Difference(name, at[name], b.points[step][name]) for name in both if step in taken[name]]
+        step: [Pair(name, at[name], b.points[step][name]) for name in both if step in taken[name]]
         for step, at in a.points.items()
         if step in common
     }

@@ -33,6 +33,7 @@ from trainer.parallel.compile import Compile
 from trainer.parallel.world import World
 from trainer.parallel.wrap import Parallel
 from trainer.precision.modes import Precision
+from trainer.precision.modules import OPTION, with_islands
 from trainer.precision.names import typed
 from trainer.precision.scaler import StaticScaler
 from trainer.trainer import Trainer
@@ -62,14 +63,14 @@ class Overrides(Remedies):
             self.fresh_state = Typed(shlex.quote(f"init_from={as_typed(str(folder))}"))
 
     def modules(self, names: Sequence[str]) -> Typed:
-        return Typed(typed("precision.modules", self._precision.with_islands(names)))
+        return Typed(typed(OPTION, with_islands(self._precision.modules, names)))
 
     def operators(self, names: Sequence[str]) -> Typed:
         return Typed(f'"precision.fp32_ops=[{",".join(names)}]"')
 
     def format(self, format: Format) -> Typed:
         had, other = self._precision, self._precision.in_mode(format.name)
-        modules = [typed("precision.modules", other.modules)] * (other.modules != had.modules)
+        modules = [typed(OPTION, other.modules)] * (other.modules != had.modules)
         return Typed(" ".join([f"precision={format.name}", *modules]))
 
     def rate(self, factor: float) -> Typed:
@@ -118,7 +119,7 @@ class TrainerStep(Step):
         return replace(
             self.config,
             precision=replace(
-                precision, modules=precision.with_islands(self.fp32_modules), fp32_ops=self.fp32_ops or None
+                precision, modules=with_islands(precision.modules, self.fp32_modules), fp32_ops=self.fp32_ops or None
             ),
             scaler=StaticScaler(force=True, scale=1.0),
             compile=Compile(),

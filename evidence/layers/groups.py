@@ -8,7 +8,8 @@ from functools import partial
 
 from mantissa.formats import BF16
 from trainer.precision import scaled
-from trainer.precision.names import matching
+from trainer.precision.modules import OPTION, chosen
+from trainer.precision.names import matching, override_of
 from trainer.profiling.flops import ModelFlops
 from trainer.trainer import Trainer
 
@@ -123,7 +124,7 @@ class Layers:
     def _matched(self, pattern: str) -> frozenset[str]:
         if _is_number(pattern):
             return frozenset()
-        modules = matching("precision.modules", pattern, self.modules, "submodule")
+        modules = matching(OPTION, pattern, self.modules, "submodule")
         return frozenset().union(*map(self.inside, modules))
 
 
@@ -161,8 +162,8 @@ def layers_of(low: Trainer, high: Trainer) -> Layers:
             handle.remove()
 
     # What the user has chosen by name stays as it is.
-    chosen = [name for name, _ in low.config.precision.chosen(low.model)]
-    own = {layer for layer in flops if any(layer == name or layer.startswith(f"{name}.") for name in chosen)}
+    named = [name for name, _ in chosen(low.config.precision.modules, low.model)]
+    own = {layer for layer in flops if any(layer == name or layer.startswith(f"{name}.") for name in named)}
     free = {name: count for name, count in flops.items() if name not in own}
     fixed = sum(count for name, count in flops.items() if name in own)
     return Layers([*names.values()][1:], blocks, free, fixed, counter.total, frozenset(counter.unknown))
@@ -171,4 +172,4 @@ def layers_of(low: Trainer, high: Trainer) -> Layers:
 def override(lifted: Group | None, own: Mapping[str, str]) -> list[str]:
     """Return the override, if any, that lifts a group beside the user's ``own`` modules, which decide over it."""
     modules = {**dict.fromkeys(lifted.patterns if lifted else (), BF16.name), **own}
-    return [f"precision.modules={{{','.join(f'{each}:{mode}' for each, mode in modules.items())}}}"] if modules else []
+    return [override_of(OPTION, modules)] if modules else []

@@ -23,7 +23,14 @@ JOBS = {
     "llama": ("recipe=llama", "recipe.size=nano", *TEXT),
     "bert": ("recipe=bert", "recipe.size=nano", "recipe.dropout=0", *TEXT),
     "t5": ("recipe=t5", "recipe.size=nano", "recipe.dropout=0", *TEXT),
-    "resnet": ("recipe=resnet", "data=synthetic", "recipe.image_size=64", "batch_size=6", "micro_batch_size=3"),
+    "resnet": (
+        "recipe=resnet",
+        "recipe.arch=resnet18",
+        "data=synthetic",
+        "recipe.image_size=32",
+        "batch_size=6",
+        "micro_batch_size=3",
+    ),
     "bignet": ("recipe=bignet", "recipe.layers=3", "recipe.width=16", "batch_size=6", "micro_batch_size=3"),
 }
 

@@ -128,8 +128,7 @@ def plan_of(
     # The hardware: which model, and for how long the recipe trains it in which batches.
     context = Context(hardware, world, config.data, recorded)
     with on_every_rank():
-        for phase in config.precision.phases:
-            phase.check(hardware)
+        config.precision.check_phases(lambda phase: phase.check(hardware))
         recipe, of_recipe = config.recipe.resolve(context)
         augment, of_augment = config.augment.resolve(context)
     config = replace(config, recipe=recipe, augment=augment)

@@ -115,13 +115,16 @@ class StepConfig:
         check_seed(self.seed)
         self.recipe.check_complete()
         check_named(self.metrics or [])
-        for phase in self.precision.phases:
-            self.scaler.check(phase.format)
-            phase.check_operators()
-            self.parallel.check(phase)
-            self.compile.check(phase.format)
+        self.precision.check_phases(self._check_precision)
         self.optimizer.check(self.parallel.kind, self.precision.format)
         self.augment.check(self.recipe, self.data)
+
+    def _check_precision(self, precision: Precision) -> None:
+        """Check what depends on the mode."""
+        self.scaler.check(precision.format)
+        precision.check_operators()
+        self.parallel.check(precision)
+        self.compile.check(precision.format)
 
     def set_up(self) -> None:
         """Set torch up in this process: number formats, attention, determinism. ``use_kernels`` follows."""

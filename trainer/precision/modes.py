@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
-from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -18,18 +15,19 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from mantissa.display import dtype_name, shortened
+from mantissa.display import dtype_name
 from mantissa.errors import FormatError, UsageError
-from mantissa.formats import BF16, FORMATS, FP8, FP32, FP64, TF32, Format, Number
+from mantissa.formats import BF16, FORMATS, FP8, FP32, FP64, TF32, Format
 from mantissa.step import operators
 from mantissa.step.flags import set_flags
 from mantissa.step.islands import cast_inputs, keep_fp32, with_fp32_statistics
 from mantissa.step.step import Widened
 from mantissa.tensors import in_dtype
-from trainer.errors import UserError, check_choice, most_like
+from trainer.errors import UserError, check_choice
 from trainer.hardware import NATIVE, UNAVAILABLE, Hardware
 from trainer.precision import kernels, scaled
-from trainer.precision.names import matching, typed
+from trainer.precision.modules import BY_MODULE, OPTION, check_beside, check_names, islands_of, named, scaled_layers
+from trainer.precision.names import typed
 
 # CUDA's libraries and oneDNN read these before torch's flags, and torch's flags do not show their effect.
 _FPMATH = {"BF16", "F16", "TF32", "ANY"}
@@ -38,9 +36,7 @@ SILENT = {
     TF32: {"NVIDIA_TF32_OVERRIDE": {"0"}},
 }
 """Environment variables with which a format is another one, each with the values that make it so."""
-_MODULES = "precision.modules"
-_BY_MODULE = (FP32.name, *(name for name, row in FORMATS.items() if row.autocast is BF16.dtype))
-"""Modes that a module can have: the other ones are alike in autocast's dtype and in what weights are."""
+_CHANGE = "precision.then precision.until"  # without them a run has one mode
 _PRODUCTS = ("linear", "addmm", "mm")  # of linear layers, and inside of scaled ones
 AUTO = "auto"
 """The mode that is another one once it is known what trains, see ``automatic``."""
@@ -82,7 +78,7 @@ class Precision:
     def __post_init__(self) -> None:
         check_choice("precision", self.mode, FORMATS)
         check_choice("precision.kernels", self.kernels, kernels.KERNELS)
-        self._check_names()
+        check_names(self.modules)
         self._check_change()
         halves = any(FORMATS[mode].half for mode in self.modes)
         for key, default in (("modules", "{}"), ("fp32_ops", "null"), ("kernels", kernels.AUTO)):
@@ -92,7 +88,9 @@ class Precision:
                     shlex.quote(f"precision.{key}={default}"),
                     "precision=bf16",
                 )
-        self._check_modules()
+        for mode in self.modes:
+            check_beside(self.modules, mode, *[f"precision={BF16.name}"] * (mode == self.mode))
+        self._check_gradients()
         self.fp32_ops = self.fp32_ops or None
         if FP8.name in self.formats:
             self.fp8_scaling = self.fp8_scaling or SCALINGS[0]
@@ -102,51 +100,22 @@ class Precision:
                 f"precision.fp8_scaling has no effect with precision={self.mode}", "", mistake="precision.fp8_scaling"
             )
 
-    def _check_names(self) -> None:
-        """Check that each format in ``modules`` is one that a module can have."""
-        for pattern, mode in self.modules.items():
-            if mode in _BY_MODULE:
-                continue
-            said = f"{_MODULES}: {pattern}:{mode}"
-            if mode not in FORMATS:
-                near = most_like(mode, _BY_MODULE)
-                remedy = typed(_MODULES, {**self.modules, pattern: near}) if near else self._without(pattern)
-                raise UserError(f"{said}: there is no such format ({', '.join(_BY_MODULE)})", remedy)
-            why = "autocast has one 16-bit dtype"
-            if FORMATS[mode].weights != torch.float32:
-                why = "how weights are held and updated is chosen for the whole model"
-            elif FORMATS[mode].number is TF32:
-                why = "TF32 is on or off for the whole process"
-            raise UserError(f"{said}: {why}; a module has one of {', '.join(_BY_MODULE)}", self._without(pattern))
-
-    def _check_modules(self) -> None:
-        """Check the formats of modules, and of gradients, beside that of the run."""
-        for mode in self.modes:
-            others = {name: each for name, each in self.modules.items() if each != FP32.name}
-            if others and FORMATS[mode].half and mode not in _BY_MODULE:
-                pattern, other = next(iter(others.items()))
-                raise UserError(
-                    f"{_MODULES}: {pattern}:{other} with precision={mode}: beside fp32, modules have formats of their "
-                    f"own only in a run in one of {', '.join(name for name in _BY_MODULE if name != FP32.name)}",
-                    typed(_MODULES, {name: each for name, each in self.modules.items() if name not in others}),
-                    *[f"precision={BF16.name}"] * (mode == self.mode),
-                )
-        if self.gradients is not None:
-            if self.gradients != BF16.name:
-                raise UserError(
-                    f"precision.gradients={self.gradients} must be bf16, or null, which is each layer's own format",
-                    f"precision.gradients={BF16.name}",
-                )
-            if not self.scaled:
-                raise UserError(
-                    f"precision.gradients has no effect with precision={self.mode}, in which no layer is scaled",
-                    "",
-                    mistake="precision.gradients",
-                )
+    def _check_gradients(self) -> None:
+        if self.gradients is not None and self.gradients != BF16.name:
+            raise UserError(
+                f"precision.gradients={self.gradients} must be bf16, or null, which is each layer's own format",
+                f"precision.gradients={BF16.name}",
+            )
+        if self.gradients is not None and not self.scaled:
+            raise UserError(
+                f"precision.gradients has no effect with precision={self.mode}, in which no layer is scaled",
+                "",
+                mistake="precision.gradients",
+            )
 
     def _check_change(self) -> None:
         """Check ``then`` and ``until``."""
-        change, typed = "precision.then precision.until", f"precision.then={self.then}"
+        then = f"precision.then={self.then}"
         if self.then is None:
             if self.until is not None:
                 problem = f"precision.until={self.until} has no effect without precision.then, the mode after that step"
@@ -154,7 +123,7 @@ class Precision:
             return
         check_choice("precision.then", self.then, FORMATS)
         if self.then == self.mode:
-            raise UserError(f"{typed} is the mode that the run begins in: nothing would change", "", mistake=change)
+            raise UserError(f"{then} is the mode that the run begins in: nothing would change", "", mistake=_CHANGE)
         for key, mode in (("precision", self.mode), ("precision.then", self.then)):
             if FORMATS[mode].weights != torch.float32:
                 dtype = dtype_name(FORMATS[mode].weights)
@@ -162,10 +131,10 @@ class Precision:
                     f"{key}={mode} holds weights in {dtype}; a run changes between modes with fp32 weights only",
                     *[f"{key}={FORMATS[mode].number.name}"] * (FORMATS[mode].half_weights is not None),
                     "",
-                    mistake=change,
+                    mistake=_CHANGE,
                 )
         if self.until is None:
-            raise UserError(f"{typed} needs precision.until, the last step before it", "precision.until=0.8")
+            raise UserError(f"{then} needs precision.until, the last step before it", "precision.until=0.8")
         if not (self.until >= 1 if isinstance(self.until, int) else 0 < self.until < 1):
             problem = (
                 f"precision.until={self.until} must be the number of a step, or a share of all steps between 0 and 1"
@@ -215,10 +184,13 @@ class Precision:
                     f"precision={hardware.half.name}",
                 )
             if number.scaled and scaled.ARITHMETIC[number].by_torchao and not _has_torchao():
+                others = {pattern: BF16.name if each == mode else each for pattern, each in self.modules.items()}
+                changes = [f"precision={BF16.name}"] * (mode == self.mode)
+                changes += [typed(OPTION, others)] * (others != self.modules)
                 raise UserError(
-                    f"{self._named(mode)} needs torchao 0.18 or later, which is not installed "
+                    f"{named(self.modules, self.mode, mode)} needs torchao 0.18 or later, which is not installed "
                     '(pip install "torchao>=0.18", the extra torchao)',
-                    self._instead_of(mode),
+                    " ".join(changes),
                 )
         if self.half is BF16.dtype and hardware.half is not BF16:
             raise UserError(
@@ -284,18 +256,6 @@ class Precision:
         """Those of the modes in use in which linear layers multiply scaled numbers."""
         return [mode for mode in self.formats if FORMATS[mode].number.scaled]
 
-    def _named(self, mode: str) -> str:
-        """Return which option has a mode that is in use."""
-        keys = {"precision": self.mode, "precision.then": self.then}
-        of_module = next((f"{_MODULES}: {name}:{each}" for name, each in self.modules.items() if each == mode), mode)
-        return next((f"{key}={each}" for key, each in keys.items() if each == mode), of_module)
-
-    def _instead_of(self, mode: str) -> str:
-        """Return the overrides with bf16 in the place of a mode, wherever it is."""
-        others = {name: BF16.name if each == mode else each for name, each in self.modules.items()}
-        changes = [f"precision={BF16.name}"] * (mode == self.mode)
-        return " ".join(changes + [typed(_MODULES, others)] * (others != self.modules))
-
     def not_timed(self, hardware: Hardware, convolves: bool = False) -> str | None:
         """Return why the speed on this machine is not that of its formats; None: it is, see ``kernels``."""
         whys = [kernels.not_timed_here(mode, hardware, self.kernels, convolves) for mode in self.formats]
@@ -311,7 +271,7 @@ class Precision:
 
     @property
     def half(self) -> torch.dtype | None:
-        """The 16-bit dtype that layers compute in, by autocast or by their weights; None in fp32 and tf32."""
+        """The 16-bit dtype that layers compute in, by autocast or by their weights; None in fp64, fp32 and tf32."""
         return self.format.half
 
     @property
@@ -343,16 +303,10 @@ class Precision:
         # Islands are the same in all modes of a run: in fp32 they change nothing.
         halves = any(FORMATS[mode].half for mode in self.modes)
         kept = self.keep_fp32(model, device, fp32_of(model) if halves else ())
-        for phase in reversed(self.phases):  # a later one, too, so that it is refused here
-            try:
-                phase.convert_layers(model, device, blocks_of(model), kept)
-            except UserError as error:
-                if phase.mode == self.mode:
-                    raise
-                remedies = [each for each in error.remedies if not each.startswith("precision=")]
-                change = "" if remedies else "precision.then precision.until"
-                problem = error.problem.replace("precision=", "precision.then=", 1)
-                raise UserError(problem, *(remedies or [""]), mistake=change) from error
+        blocks = blocks_of(model)
+        self.check_phases(lambda phase: phase.convert_layers(model, device, blocks, kept))
+        if self.then is not None:
+            self.phases[0].convert_layers(model, device, blocks, kept)
         if (wide := self.format.wide) is not None:
             for module in model.modules():  # not by ``Module.to``, which cannot swap the fake tensors of a forecast
                 for parameter in module.parameters(recurse=False):
@@ -369,13 +323,13 @@ class Precision:
                 continue
             for name, parameter in module.named_parameters(recurse=False):
                 if id(parameter) in shared:
-                    both = typed("precision.modules", {**self.modules, module_name: FP32.name})
+                    both = typed(OPTION, {**self.modules, module_name: FP32.name})
                     raise UserError(
                         f"precision.modules: {', '.join(kept)} shares a weight with {module_name}.{name}, which "
                         f"precision={self.mode} makes 16-bit",
                         *[both] * bool(module_name),
                         "",
-                        mistake="precision.modules",
+                        mistake=OPTION,
                     )
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(dtype)
@@ -390,7 +344,7 @@ class Precision:
                 f"precision.modules leaves nothing in 16 bits of {self.mode}",
                 "precision=fp32",
                 "",
-                mistake="precision.modules",
+                mistake=OPTION,
             )
         cast_inputs(model, dtype)
         return kept
@@ -402,122 +356,33 @@ class Precision:
         weights their results are cast back to that dtype, except scalars, such as a loss.
 
         Raises:
-            UserError: a pattern that matches no submodule, or one that is never called; or another format inside of an
-                island, where autocast is off.
+            UserError: see ``modules.islands_of``; or a submodule that is never called.
         """
-        more, matched = list(more), self._matched(model)
-        last = {id(each): mode for name, mode in self.chosen(model) for each in model.get_submodule(name).modules()}
-        islands = [
-            name
-            for pattern, names in matched.items()
-            for name in names
-            if self.modules[pattern] == last[id(model.get_submodule(name))] == FP32.name
-        ]
-        inside = {id(each): name for name in islands for each in model.get_submodule(name).modules()}
-        of_recipe = {id(each) for name in more for each in model.get_submodule(name).modules()}
-        for pattern, names in matched.items():
-            mode = self.modules[pattern]
-            modules = {id(model.get_submodule(name)): name for name in names}
-            if mode != FP32.name and of_recipe.issuperset(modules):
-                raise UserError(
-                    f"{_MODULES}: {pattern}:{mode} has no effect: the recipe keeps {shortened(names)} in fp32",
-                    self._without(pattern),
-                )
-            for key, name in modules.items():
-                if mode != FP32.name and last[key] == mode and key in inside:
-                    in_fp32 = {each: FP32.name for each, mode in self.modules.items() if mode == FP32.name}
-                    others = {each: mode for each, mode in self.modules.items() if mode != FP32.name}
-                    raise UserError(
-                        f"{_MODULES}: {name}:{mode} is inside of {inside[key]}, all of which computes in fp32",
-                        typed(_MODULES, others | in_fp32),
-                    )
-        kept = {*more, *islands}
+        kept = islands_of(self.modules, model, more)
         try:
             keep_fp32(model, kept, device.type, self.format.half_weights)
         except FormatError as error:
-            raise UserError(f"{_MODULES}: {error}") from None
-        return sorted(kept)
-
-    def chosen(self, model: nn.Module) -> list[tuple[str, str]]:
-        """Return the submodules that ``modules`` matches, and the mode of each; the last one decides.
-
-        Raises:
-            UserError: a pattern that matches no submodule.
-        """
-        return [(name, self.modules[pattern]) for pattern, names in self._matched(model).items() for name in names]
-
-    def _matched(self, model: nn.Module) -> dict[str, list[str]]:
-        """Return the names of the submodules that each pattern of ``modules`` matches."""
-        names = [name for name, _ in model.named_modules() if name]
-        return {pattern: sorted(matching(_MODULES, pattern, names, "submodule")) for pattern in self.modules}
+            raise UserError(f"{OPTION}: {error}") from None
+        return kept
 
     def convert_layers(self, model: nn.Module, device: torch.device, blocks: list[nn.Module], kept: list[str]) -> None:
         """Let linear layers multiply in scaled formats, and those that did in an earlier one in these, or no longer.
 
         Raises:
-            UserError: a scaled format is left no linear layer, or one whose sides are not multiples.
+            UserError: see ``modules.scaled_layers``.
         """
-        numbers = self.layers(model, blocks, kept)
+        numbers = scaled_layers(self.modules, self.format.number, model, blocks, kept)
         products = {
             number: scaled.product_of(number, str(self.fp8_scaling or SCALINGS[0]), self.gradients, device)
             for number in dict.fromkeys(numbers.values())
         }
         scaled.convert(model, numbers, products)
 
-    def layers(self, model: nn.Module, blocks: list[nn.Module], kept: list[str]) -> dict[str, Number]:
-        """Return the linear layers that multiply scaled numbers, by name, and the numbers of each.
-
-        Args:
-            model: all of it.
-            blocks: its repeated blocks.
-            kept: names of the submodules that stay in fp32.
-
-        Raises:
-            UserError: see ``convert_layers``.
-        """
-        chosen, number = self.chosen(model), self.format.number
-        for pattern, names in self._matched(model).items():
-            mode = self.modules[pattern]
-            if FORMATS[mode].number.scaled and not any(map(partial(scaled.has_linear, model), names)):
-                raise UserError(
-                    f"{_MODULES}: {pattern}:{mode}: {shortened(names)} has no linear layer (subclasses of nn.Linear "
-                    "stay in bf16)",
-                    self._without(pattern),
-                )
-        numbers = scaled.layers_of(model, blocks, kept, number, chosen)
-        if odd := scaled.odd_sides(model, numbers):
-            # Layers of all blocks, whose numbers stand between dots, have one pattern; fp32 comes last, and stays so.
-            others = dict.fromkeys((re.sub(r"\.\d+\.", ".*.", name) for name in odd), BF16.name)
-            before = {name: mode for name, mode in self.modules.items() if mode != FP32.name and name not in others}
-            others = {**before, **others, **{name: mode for name, mode in self.modules.items() if mode == FP32.name}}
-            left = [name for name, each in numbers.items() if each is number]
-            left = [name for name in left if not any(fnmatchcase(name, pattern) for pattern in others)]
-            remedies = [typed(_MODULES, others)] if left or not number.scaled else []
-            if not odd.keys() & scaled.layers_of(model, blocks, kept, BF16, chosen).keys():
-                remedies.append(f"precision={BF16.name}")
-            name, side = next(iter(odd.items()))
-            raise UserError(
-                f"{self._named(numbers[name].name)}: a side of {name}.weight is {side}, which must be a multiple of "
-                f"{scaled.ARITHMETIC[numbers[name]].multiple}",
-                *(remedies or [f"precision={BF16.name} {typed(_MODULES, others)}"]),
-            )
-        if number.scaled and number not in numbers.values():
-            raise UserError(
-                f"precision={number.name}: no linear layer in the model's blocks is left for it (convolutions stay in "
-                f"bf16, {_MODULES} in formats of their own)",
-                f"precision={BF16.name}",
-            )
-        return numbers
-
-    def _without(self, pattern: str) -> str:
-        """Return the override that leaves a pattern of ``modules`` out."""
-        return typed(_MODULES, {name: mode for name, mode in self.modules.items() if name != pattern})
-
     def in_mode(self, mode: str) -> Precision:
         """Return this precision in one mode alone, without the options that have no effect in it."""
         if mode == self.mode and self.then is None:
             return self
-        half, allowed = FORMATS[mode].half, _BY_MODULE if mode in _BY_MODULE else (FP32.name,)
+        half, allowed = FORMATS[mode].half, BY_MODULE if mode in BY_MODULE else (FP32.name,)
         modules = {name: each for name, each in self.modules.items() if half and each in allowed}
         numbers = [FORMATS[each].number for each in (mode, *modules.values())]
         return replace(
@@ -532,17 +397,27 @@ class Precision:
             kernels=self.kernels if half else kernels.AUTO,
         )
 
-    def with_islands(self, patterns: Sequence[str]) -> dict[str, str]:
-        """Return ``modules`` with these patterns in fp32, and no others."""
-        others = {name: mode for name, mode in self.modules.items() if mode != FP32.name or name in patterns}
-        more = [name for name in patterns if others.get(name) != FP32.name]  # they come last, and decide
-        return {name: mode for name, mode in others.items() if name not in more} | dict.fromkeys(more, FP32.name)
+    def check_phases(self, check: Callable[[Precision], None]) -> None:
+        """Call ``check`` with each of the ``phases``.
+
+        Raises:
+            UserError: as ``check`` does; of the later mode, in words of ``then``.
+        """
+        for phase in self.phases:
+            try:
+                check(phase)
+            except UserError as error:
+                if phase.mode == self.mode:
+                    raise
+                # Another first mode is no remedy.
+                remedies = [each for each in error.remedies if not each.startswith("precision=")]
+                problem = error.problem.replace("precision=", "precision.then=", 1)
+                raise UserError(problem, *(remedies or [""]), mistake="" if remedies else _CHANGE) from error
 
     def check_single(self, why: str) -> None:
         """Refuse a change, by a UserError that says ``why`` it has no effect."""
         if self.then is not None:
-            problem, change = f"precision.then={self.then} has no effect: {why}", "precision.then precision.until"
-            raise UserError(problem, "", mistake=change)
+            raise UserError(f"precision.then={self.then} has no effect: {why}", "", mistake=_CHANGE)
 
     @property
     def modes(self) -> tuple[str, ...]:

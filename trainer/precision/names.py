@@ -37,7 +37,12 @@ def matching(option: str, pattern: str, names: Collection[str], kind: str) -> se
 
 def typed(option: str, patterns: Mapping[str, str]) -> str:
     """Return the override of an option that has a word for each pattern, as it is typed in a shell."""
-    return shlex.quote(f"{option}={{{','.join(f'{key_of(pattern)}:{word}' for pattern, word in patterns.items())}}}")
+    return shlex.quote(override_of(option, patterns))
+
+
+def override_of(option: str, patterns: Mapping[str, str]) -> str:
+    """Return the override of an option that has a word for each pattern, as a program gets it."""
+    return f"{option}={{{','.join(f'{key_of(pattern)}:{word}' for pattern, word in patterns.items())}}}"
 
 
 def key_of(pattern: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from evidence.diff.logs import Compared, Difference, Log, compare, read_log
+from evidence.diff.logs import Compared, Log, Pair, compare, read_log
 from trainer.errors import UserError
 
 Row = dict[str, Any]
@@ -35,7 +35,7 @@ def losses(*values: float, first: int = 1, every: int = 1) -> list[Row]:
     return [{"step": first + every * number, "loss": value} for number, value in enumerate(values)]
 
 
-def names(found: tuple[float, list[Difference]] | None) -> tuple[float, list[str]] | None:
+def names(found: tuple[float, list[Pair]] | None) -> tuple[float, list[str]] | None:
     return found and (found[0], [each.name for each in found[1]])
 
 
@@ -97,7 +97,7 @@ def test_a_mean_over_other_steps_is_not_compared(tmp_path: Path) -> None:
     ],
 )
 def test_the_size_of_a_difference(a: float, b: float, relative: float) -> None:
-    assert Difference("loss", a, b).relative == Difference("loss", b, a).relative == relative
+    assert Pair("loss", a, b).relative == Pair("loss", b, a).relative == relative
 
 
 def test_what_is_measured_of_the_machine_is_not_compared(tmp_path: Path) -> None:

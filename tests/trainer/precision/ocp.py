@@ -34,6 +34,8 @@ def decode(code: int, exponent_bits: int, mantissa_bits: int) -> float:
 
 E4M3 = np.array([decode(code, 4, 3) for code in range(127)])
 """Of the codes from 0 to 126; 127 is NaN, and 128 more is the negative."""
+E5M2 = np.array([decode(code, 5, 2) for code in range(124)])
+"""Of the codes from 0 to 123; 124 is infinite, and 128 more is the negative."""
 E2M1 = np.array([decode(code, 2, 1) for code in range(8)])
 """Of the codes from 0 to 7; 8 more is the negative."""
 E8M0 = np.array([math.ldexp(1.0, code - 127) for code in range(255)])
