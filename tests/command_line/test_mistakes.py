@@ -176,6 +176,12 @@ recipe=bignet | precision=bf16_pure 'precision.modules={*:fp32}' | -
 recipe=resnet | precision=mxfp8 | -
 GPT2 precision=fp16 | precision.modules={h.0:nvfp4} | only in a run in one of bf16, … or precision=bf16
 GPT2 precision=nvfp4 | precision.modules={h.0:nvpf4} | ; set 'precision.modules={h.0:nvfp4}'
+GPT2 precision=nvfp4 | precision.modules={h.0:bfloat16} | ; set 'precision.modules={h.0:bf16}'
+GPT2 precision=nvfp4 | precision.modules={h.9:bf16} | matches no submodule; examples of names: gpt2.transformer.h.0
+GPT2 precision=nvfp4 | precision.modules={blocks.0:bf16} | matches no submodule; examples of names: gpt2.transformer.h.0
+GPT2 precision=nvfp4 | 'precision.modules={h.[0,1]:bf16}' | without commas … ; set 'precision.modules={h.[01]:bf16}'
+GPT2 precision=nvfp4 | precision.modules.h.0=bf16 | in braces; set 'precision.modules={h.0:bf16}'
+GPT2 precision=nvfp4 | precision.modules.h.0=bf16 +precision.modules.lm_head=fp32 | {h.0:bf16,lm_head:fp32}
 GPT2 precision=nvfp4 | precision.modules={lm_head:fp16} | one 16-bit dtype … ; set 'precision.modules={}'
 GPT2 precision=nvfp4 | precision.modules={h.0:fp32,h.0.mlp:bf16} | set 'precision.modules={h.0.mlp:bf16,h.0:fp32}'
 GPT2 precision=nvfp4 | precision.modules={*:bf16} | no linear layer in the model's blocks is left … ; set precision=bf16
@@ -194,6 +200,8 @@ recipe=bignet precision=bf16 precision.then=fp32 | precision.until=most | -
 recipe=bignet precision=bf16 precision.then=fp32 steps=10 | precision.until=10 | leaves no step to precision.then=fp32
 recipe=bignet precision=bf16 precision.then=fp32 steps=10 | precision.until=0.04 | leaves no step to precision=bf16
 recipe=bignet precision=bf16 precision.until=0.8 | precision.then=fp61 | is unknown
+recipe=bignet precision=bf16 precision.then=fp32 | precision.until=80% | the number of a step, or a share … until=0.8
+recipe=bignet precision=fp32 precision.until=0.8 | precision.then=bfloat16 | ; set precision.then=bf16
 recipe=bignet precision=bf16 | precision.then=bf16_master precision.until=0.8 | holds weights in 16 bits
 recipe=bignet precision.then=bf16 precision.until=0.8 | precision=fp16_pure | holds weights in 16 bits
 recipe=bignet precision=fp16 precision.then=bf16 precision.until=0.8 | scaler=static | scaler=static with precision=bf16

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from mantissa.display import dtype_name, shortened
 from mantissa.errors import FormatError, UsageError
 from mantissa.formats import BF16, FORMATS, FP8, FP32, FP64, TF32, Format, Number
+from mantissa.names import format_name
 from mantissa.step import operators
 from mantissa.step.flags import set_flags
 from mantissa.step.islands import cast_inputs, keep_fp32, with_fp32_statistics
@@ -109,7 +110,7 @@ class Precision:
                 continue
             said = f"{_MODULES}: {pattern}:{mode}"
             if mode not in FORMATS:
-                near = most_like(mode, _BY_MODULE)
+                near = most_like(format_name(mode), _BY_MODULE)
                 remedy = typed(_MODULES, {**self.modules, pattern: near}) if near else self._without(pattern)
                 raise UserError(f"{said}: there is no such format ({', '.join(_BY_MODULE)})", remedy)
             why = "autocast has one 16-bit dtype"
@@ -152,6 +153,9 @@ class Precision:
                 problem = f"precision.until={self.until} has no effect without precision.then, the mode after that step"
                 raise UserError(problem, "", mistake="precision.until")
             return
+        if format_name(self.then) in FORMATS.keys() - {self.then}:
+            problem = f"{typed} is another library's word for a mode"
+            raise UserError(problem, f"precision.then={format_name(self.then)}")
         check_choice("precision.then", self.then, FORMATS)
         if self.then == self.mode:
             raise UserError(f"{typed} is the mode that the run begins in: nothing would change", "", mistake=change)
