@@ -311,6 +311,7 @@ def test_a_mistake_leaves_nothing_and_its_remedy_is_accepted(
 # --- the other scripts
 
 TINY = "recipe=bignet recipe.layers=2 recipe.width=16"
+NANO = "recipe=gpt2 recipe.size=nano data=synthetic steps=40"
 STACK = "recipe=bignet recipe.layers=8 recipe.width=16"
 SPACE = "space.optimizer.lr=tag(log,interval(1e-4,1e-2))"
 OTHERS = r"""
@@ -336,6 +337,8 @@ compare PAIR | arm.typo=precison=fp16 | arm typo: precison is not a key of the c
 compare TINY arms=fp32 | arm.fp32=precision=bf16 | the arm fp32 appears twice
 compare TINY | arms=fp32 arm.same=precision=fp32 | is the same as the baseline
 compare TINY arms=fp32 | arm.b=precision=bf16,fp16 | -
+compare NANO arms=fp32 | 'arm.b=precision=nvfp4 precision.modules={h.0: bf61, h.1: fp32}' | {h.0:bf16,h.1:fp32}
+compare NANO arms=fp32 | 'arm.b=precision=nvfp4 precision.then=bf16' | precision.then=bf16 precision.until
 compare TINY arms=fp32 | 'arm.b=batch_size=7 micro_batch_size=2' | -
 advise TINY | time_budget=5 | time_budget=5 is not a duration
 advise TINY | resume=runs/mine | -
@@ -442,7 +445,9 @@ def work(made: Path, folder: Path, script: Callable[..., Result], monkeypatch: p
     return lambda words: up_to_the_work(words, script, monkeypatch)
 
 
-@pytest.mark.parametrize("row", rows(OTHERS, PAIR="TINY arms=fp32,bf16", TINY=TINY, STACK=STACK, SPACE=SPACE))
+@pytest.mark.parametrize(
+    "row", rows(OTHERS, PAIR="TINY arms=fp32,bf16", TINY=TINY, STACK=STACK, SPACE=SPACE, NANO=NANO)
+)
 def test_a_mistake_in_another_script(
     row: Row, work: Callable[[list[str]], Result], made: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
