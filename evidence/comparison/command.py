@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +51,8 @@ class CompareOptions(Overriding):
         common = [text for text in others if not text.startswith("arm.")]
         arms = [(name, [f"precision={name}"]) for name in self.arms]
         for label, _, text in (text.removeprefix("arm.").partition("=") for text in others if text not in common):
-            arms.append((label, unquoted(text).split()))
+            text = re.sub(r"(?<=[{\[,:])\s+(?=[^=]*[]}])", "", unquoted(text))  # of {h.0: bf16, h.1: bf16}
+            arms.append((label, text.split()))
             check_keys(arms[-1][1], type(self))
         if len(arms) < 2:
             raise UserError(

@@ -13,7 +13,7 @@ from mantissa.verdict.judge import Row, incomparable, judge
 from mantissa.verdict.runs import Look, Run, Runs
 from trainer.config.command_line import quoted, remedied
 from trainer.config.compose import check_single, compose
-from trainer.config.registration import flatten
+from trainer.config.registration import flatten, key_of
 from trainer.config.schema import Config
 from trainer.config.settle import plan_of
 from trainer.errors import UserError
@@ -200,12 +200,15 @@ def check_arms(plan: ComparisonPlan) -> dict[str, Config]:
 def _of_arm(error: UserError, arm: Arm) -> UserError:
     """Return what train.py would refuse in an arm, with the remedies as they are typed for this command."""
     typed = []
+    is_named = arm.overrides == (f"precision={arm.label}",)  # which is no longer true with other overrides
+    own = {key_of(each).partition(".")[0] for each in arm.overrides}
     for remedy in error.remedies:
         whole = remedied(arm.overrides, remedy, error.mistake)
-        if not {*arm.overrides} - {*whole}:  # of what all arms set
+        completes = not is_named and any(key_of(each).partition(".")[0] in own for each in shlex.split(remedy))
+        if not {*arm.overrides} - {*whole} and not completes:  # of what all arms set
             typed.append(remedy)
-        elif arm.overrides != (f"precision={arm.label}",):  # else its name would no longer be true
-            typed.append(shlex.quote(f"arm.{arm.label}={shlex.join(whole)}"))
+        elif not is_named:
+            typed.append(shlex.quote(f"arm.{arm.label}={' '.join(whole)}"))
     return UserError(f"arm {arm.label}: {error.problem}", *typed, mistake=error.mistake)
 
 

@@ -176,6 +176,12 @@ recipe=bignet | precision=bf16_pure 'precision.modules={*:fp32}' | -
 recipe=resnet | precision=mxfp8 | -
 GPT2 precision=fp16 | precision.modules={h.0:nvfp4} | only in a run in one of bf16, … or precision=bf16
 GPT2 precision=nvfp4 | precision.modules={h.0:nvpf4} | ; set 'precision.modules={h.0:nvfp4}'
+GPT2 precision=nvfp4 | precision.modules={h.0:bfloat16} | ; set 'precision.modules={h.0:bf16}'
+GPT2 precision=nvfp4 | precision.modules={h.9:bf16} | matches no submodule; examples of names: gpt2.transformer.h.0
+GPT2 precision=nvfp4 | precision.modules={blocks.0:bf16} | matches no submodule; examples of names: gpt2.transformer.h.0
+GPT2 precision=nvfp4 | 'precision.modules={h.[0,1]:bf16}' | without commas … ; set 'precision.modules={h.[01]:bf16}'
+GPT2 precision=nvfp4 | precision.modules.h.0=bf16 | in braces; set 'precision.modules={h.0:bf16}'
+GPT2 precision=nvfp4 | precision.modules.h.0=bf16 +precision.modules.lm_head=fp32 | {h.0:bf16,lm_head:fp32}
 GPT2 precision=nvfp4 | precision.modules={lm_head:fp16} | one 16-bit dtype … ; set 'precision.modules={}'
 GPT2 precision=nvfp4 | precision.modules={h.0:fp32,h.0.mlp:bf16} | set 'precision.modules={h.0.mlp:bf16,h.0:fp32}'
 GPT2 precision=nvfp4 | precision.modules={*:bf16} | no linear layer in the model's blocks is left … ; set precision=bf16
@@ -194,6 +200,8 @@ recipe=bignet precision=bf16 precision.then=fp32 | precision.until=most | -
 recipe=bignet precision=bf16 precision.then=fp32 steps=10 | precision.until=10 | leaves no step to precision.then=fp32
 recipe=bignet precision=bf16 precision.then=fp32 steps=10 | precision.until=0.04 | leaves no step to precision=bf16
 recipe=bignet precision=bf16 precision.until=0.8 | precision.then=fp61 | is unknown
+recipe=bignet precision=bf16 precision.then=fp32 | precision.until=80% | the number of a step, or a share … until=0.8
+recipe=bignet precision=fp32 precision.until=0.8 | precision.then=bfloat16 | ; set precision.then=bf16
 recipe=bignet precision=bf16 | precision.then=bf16_master precision.until=0.8 | holds weights in 16 bits
 recipe=bignet precision.then=bf16 precision.until=0.8 | precision=fp16_pure | holds weights in 16 bits
 recipe=bignet precision=fp16 precision.then=bf16 precision.until=0.8 | scaler=static | scaler=static with precision=bf16
@@ -303,6 +311,7 @@ def test_a_mistake_leaves_nothing_and_its_remedy_is_accepted(
 # --- the other scripts
 
 TINY = "recipe=bignet recipe.layers=2 recipe.width=16"
+NANO = "recipe=gpt2 recipe.size=nano data=synthetic steps=40"
 STACK = "recipe=bignet recipe.layers=8 recipe.width=16"
 SPACE = "space.optimizer.lr=tag(log,interval(1e-4,1e-2))"
 OTHERS = r"""
@@ -328,6 +337,8 @@ compare PAIR | arm.typo=precison=fp16 | arm typo: precison is not a key of the c
 compare TINY arms=fp32 | arm.fp32=precision=bf16 | the arm fp32 appears twice
 compare TINY | arms=fp32 arm.same=precision=fp32 | is the same as the baseline
 compare TINY arms=fp32 | arm.b=precision=bf16,fp16 | -
+compare NANO arms=fp32 | 'arm.b=precision=nvfp4 precision.modules={h.0: bf61, h.1: fp32}' | {h.0:bf16,h.1:fp32}
+compare NANO arms=fp32 | 'arm.b=precision=nvfp4 precision.then=bf16' | precision.then=bf16 precision.until
 compare TINY arms=fp32 | 'arm.b=batch_size=7 micro_batch_size=2' | -
 advise TINY | time_budget=5 | time_budget=5 is not a duration
 advise TINY | resume=runs/mine | -
@@ -434,7 +445,9 @@ def work(made: Path, folder: Path, script: Callable[..., Result], monkeypatch: p
     return lambda words: up_to_the_work(words, script, monkeypatch)
 
 
-@pytest.mark.parametrize("row", rows(OTHERS, PAIR="TINY arms=fp32,bf16", TINY=TINY, STACK=STACK, SPACE=SPACE))
+@pytest.mark.parametrize(
+    "row", rows(OTHERS, PAIR="TINY arms=fp32,bf16", TINY=TINY, STACK=STACK, SPACE=SPACE, NANO=NANO)
+)
 def test_a_mistake_in_another_script(
     row: Row, work: Callable[[list[str]], Result], made: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,11 +30,13 @@ from trainer.config.explain import (
 from trainer.config.registration import CONF, PATTERNS, choices, key_of
 from trainer.config.text import unquoted
 from trainer.errors import UserError, most_like
+from trainer.precision.names import typed as typed_patterns
 from trainer.run_folder import check_path
 
 _MULTIRUN = {"-m", "--multirun"}
 _ALONE = {*_MULTIRUN, "--run", "-r", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 _WITH_CFG = {"--resolve", "--package", "-p"}
+_BY_NAME = "precision.modules."
 _WITHOUT_EFFECT = {
     **dict.fromkeys(("--config-name", "-cn", "--config-path", "-cp"), "there is one config; choose with experiment=…"),
     **dict.fromkeys(("--config-dir", "-cd"), "recipe_path=… names a folder whose conf/ has choices of your own"),
@@ -112,7 +114,18 @@ def read(arguments: Sequence[str]) -> CommandLine:
             typed_flags.append("--info=all" if alone else argument)
             continue
         check_path(flag.lstrip("+"), text)
+        if "." in flag.lstrip("+").removeprefix(_BY_NAME) and flag.lstrip("+").startswith(_BY_NAME):
+            below = [each for each in arguments if each.lstrip("+").startswith(_BY_NAME) and "=" in each]
+            pairs = (each.lstrip("+").removeprefix(_BY_NAME).split("=", 1) for each in below)
+            problem = f"{argument}: dots in the name of a module would be those of keys; patterns are typed in braces"
+            raise UserError(problem, typed_patterns(_BY_NAME[:-1], dict(pairs)), mistake=shlex.join(below))
         override = _parsed(argument)
+        if override is None and flag.lstrip("+") in PATTERNS and (listed := re.findall(r"\[[^]{]*,[^]{]*\]", text)):
+            without = text
+            for each in listed:
+                without = without.replace(each, each.replace(",", "").replace(" ", ""))
+            problem = f"{argument}: in a pattern, brackets hold characters without commas, as in h.[03]"
+            raise UserError(problem, shlex.quote(f"{flag}={without}"), mistake=shlex.quote(argument))
         if override is None:
             argument = _quoted_text(argument, override)
             override = _parsed(argument)

@@ -85,6 +85,9 @@ def _explained(error: BaseException, where: str) -> UserError:
         others = [shlex.quote(f"{key}=[{value}]"), f"-m {key}={value.strip('[]')}"] if override else []
         what = "formats by name pattern, such as {lm_head:fp32}" if key == "precision.modules" else values_of(kind)
         problem = f"{where}{typed} must be {what}"
+        if key == "precision.until":
+            problem = f"{where}{typed} must be the number of a step, or a share of all steps between 0 and 1"
+            return UserError(problem, "precision.until=0.8")
         if key == "metrics":
             from trainer.metrics import NAMED  # it takes torch
 

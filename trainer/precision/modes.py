@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from mantissa.display import dtype_name
 from mantissa.errors import FormatError, UsageError
 from mantissa.formats import BF16, FORMATS, FP8, FP32, FP64, TF32, Format
+from mantissa.names import format_name
 from mantissa.step import operators
 from mantissa.step.flags import set_flags
 from mantissa.step.islands import cast_inputs, keep_fp32, with_fp32_statistics
@@ -121,6 +122,9 @@ class Precision:
                 problem = f"precision.until={self.until} has no effect without precision.then, the mode after that step"
                 raise UserError(problem, "", mistake="precision.until")
             return
+        if format_name(self.then) in FORMATS.keys() - {self.then}:
+            problem = f"{then} is another library's word for a mode"
+            raise UserError(problem, f"precision.then={format_name(self.then)}")
         check_choice("precision.then", self.then, FORMATS)
         if self.then == self.mode:
             raise UserError(f"{then} is the mode that the run begins in: nothing would change", "", mistake=_CHANGE)

@@ -16,6 +16,7 @@ from torch import nn
 
 from mantissa.display import shortened
 from mantissa.formats import BF16, FORMATS, FP32, TF32, Number
+from mantissa.names import format_name
 from trainer.errors import UserError, most_like
 from trainer.precision import scaled
 from trainer.precision.names import matching, typed
@@ -41,7 +42,7 @@ def check_names(formats: Formats) -> None:
             continue
         said = f"{OPTION}: {pattern}:{mode}"
         if mode not in FORMATS:
-            near = most_like(mode, BY_MODULE)
+            near = most_like(format_name(mode), BY_MODULE)
             remedy = typed(OPTION, {**formats, pattern: near}) if near else without(formats, pattern)
             raise UserError(f"{said}: there is no such format ({', '.join(BY_MODULE)})", remedy)
         why = "autocast has one 16-bit dtype"

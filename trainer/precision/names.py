@@ -28,9 +28,13 @@ def matching(option: str, pattern: str, names: Collection[str], kind: str) -> se
     whole = {name for name in names if fnmatchcase(name, pattern)}
     found = whole or {name for name in names if fnmatchcase(name, f"*.{pattern}")}
     if not found:
-        last = [name.rpartition(".")[2] for name in names]
-        near = most_like(pattern, [*names, *last])
-        hint = f"similar: {near}" if near else f"examples of names: {', '.join([*names][:4])}"
+        # Ends with as many dots as the pattern has, since a pattern may be the end of a name.
+        ends = [".".join(name.split(".")[-1 - pattern.count(".") :]) for name in names]
+        near = most_like(pattern, [*names, *ends])
+        # Else names that end alike but for a number: those of other blocks, or of blocks that are called otherwise.
+        last = re.sub(r"\d+", "0", pattern.rpartition(".")[2])
+        alike = [name for name in names if re.sub(r"\d+", "0", name.rpartition(".")[2]) == last]
+        hint = f"similar: {near}" if near else f"examples of names: {', '.join((alike or [*names])[:4])}"
         raise UserError(f"{option}: {pattern!r} matches no {kind}; {hint}")
     return found
 
