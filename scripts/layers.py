@@ -1,7 +1,7 @@
 """Find the layers that need more bits than a format has: python scripts/layers.py recipe=gpt2 precision=nvfp4
 
   precision=nvfp4     the format, which linear layers multiply in; the question is which of them to keep in bf16
-  seeds=5             how many seeds a verdict is of, or which; the confirmation uses as many fresh ones (default: 5)
+  seeds=4             how many seeds a verdict is of, or which; the confirmation uses as many fresh ones (default: 4)
   margin=0.3%         the difference in final validation loss that is too small to matter
   output_dir=outputs  runs and report go to <output_dir>/layers/<name>
   name=<name>         name of that folder (default: the recipe and the format)

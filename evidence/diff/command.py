@@ -86,9 +86,8 @@ def _of_runs(a: RunFolder, b: RunFolder, options: DiffOptions) -> int:
     # Where the logs differ, why; where they do not, whether the weights do.
     if compared.first is not None:
         if options.replay and not weights_part:
-            print("building both models, and replaying …", file=sys.stderr)
-            replayed = parting(a, b, max(1, int(compared.first[0])))
-            print("\n".join([f"not replayed: {replayed}"] if isinstance(replayed, str) else replayed.lines()))
+            step, values = compared.first
+            _replay(a, b, max(1, int(step)), [each.name for each in values])
         return 1
     try:
         weights, why_not = kept(a, b), "the runs kept none of the same step"
@@ -98,6 +97,8 @@ def _of_runs(a: RunFolder, b: RunFolder, options: DiffOptions) -> int:
         print(f"weights: not compared ({why_not})")
     elif weights.differing:
         print(f"{weights.what}: {listed(weights.differing, 'tensor')} differ")
+        if options.replay and not weights_part:
+            _replay(a, b, weights.step, [])
         return 1
     else:
         print(f"{weights.what}: equal bit for bit")
@@ -105,9 +106,27 @@ def _of_runs(a: RunFolder, b: RunFolder, options: DiffOptions) -> int:
         print("equal as far as both go")
     else:
         same = {row.group for row in found.rows} | found.unknown.keys() <= {CODE}
-        proven = weights is not None and same
+        at_the_end = weights is not None and weights.step == next(reversed(logs[0].points))
+        proven = at_the_end and same and not compared.alone
         print("equal bit for bit" if proven else "equal in all that was compared")
     return int(differ)
+
+
+def _replay(a: RunFolder, b: RunFolder, step: int, differing: list[str]) -> None:
+    """Replay two runs up to a step at which these metrics differ, and print what parts first."""
+    print("building both models, and replaying …", file=sys.stderr)
+    replayed = parting(a, b, step)
+    if isinstance(replayed, str):
+        print(f"not replayed: {replayed}")
+        return
+    print("\n".join(replayed.lines()))
+    if not replayed.stage:
+        of_steps = not differing or any(name in STEP_METRICS for name in differing)
+        print(
+            "so the replays do not show what parted these runs"
+            if of_steps
+            else "what differs is of the evaluation, which is not replayed"
+        )
 
 
 def _opened(key: str, given: str) -> RunFolder | Path:

@@ -75,6 +75,8 @@ class Compared(NamedTuple):
     """Likewise, by more than ``LARGE``."""
     notes: list[str]
     """What was not compared, in words."""
+    alone: bool
+    """Whether a value of the training is in one log alone."""
 
 
 def read_log(path: Path, step: str = "") -> Log:
@@ -151,12 +153,17 @@ def compare(a: Log, b: Log, means: Collection[str] | None = None) -> Compared:
     large = {step: [each for each in values if each.relative > LARGE] for step, values in differing.items()}
 
     # What is in one log alone is said, so that "equal" means no more than it does.
-    notes = []
+    notes, alone = [], False
     for which, log, own, other in (("a", a, of_a, of_b), ("b", b, of_b, of_a)):
-        if alone := len(log.points) - len(common):
-            notes.append(f"not compared, only in {which}: {counted(alone, 'step')} of {len(log.points):,}")
+        if more := len(log.points) - len(common):
+            notes.append(f"not compared, only in {which}: {counted(more, 'step')} of {len(log.points):,}")
         if extra := [name for name in own if name not in other and not _is_measured(name)]:
             notes.append(f"not compared, only in {which}: {shortened(extra)}")
+        lacking = {name: (own[name].keys() - other[name].keys()) & common for name in both}
+        if at := {name: steps for name, steps in lacking.items() if steps}:
+            first = shown_step(min(set().union(*at.values())))
+            notes.append(f"not compared, only in {which} at step {first} or others: {shortened([*at])}")
+        alone |= bool(more or extra or at)
     if never := [name for name in both if not taken[name]]:
         notes.append(f"not compared, at no step in both: {shortened(never)}")
     if means is None and any(uneven.values()):
@@ -172,6 +179,7 @@ def compare(a: Log, b: Log, means: Collection[str] | None = None) -> Compared:
         first=next(((step, values) for step, values in differing.items() if values), None),
         large=next(((step, values) for step, values in large.items() if values), None),
         notes=notes,
+        alone=alone,
     )
 
 

@@ -323,13 +323,13 @@ def first_place(takings: tuple[Taking, Taking], models: tuple[nn.Module, nn.Modu
     if parted is None:
         return None
 
-    def probed(call: tuple[str, int] | None = None) -> list[_Probe]:
-        probes = [_Probe(model, entry.number, call) for model, entry in zip(models, parted, strict=True)]
+    def probed(both: tuple[Entry, Entry], call: tuple[str, int] | None = None) -> list[_Probe]:
+        probes = [_Probe(model, entry.number, call) for model, entry in zip(models, both, strict=True)]
         for taking, probe in zip(takings, probes, strict=True):
             taking(probe)
         return probes
 
-    kept = [probe.kept for probe in probed()]
+    kept = [probe.kept for probe in probed(parted)]
     if kept[0] is None or kept[1] is None:  # a take does not repeat itself
         return None
     inputs = zip(kept[0].given, kept[1].given, kept[0].origins, kept[1].origins, strict=False)
@@ -350,13 +350,27 @@ def first_place(takings: tuple[Taking, Taking], models: tuple[nn.Module, nn.Modu
             by = alone[side][origin.number]
             beside = dict.fromkeys(entry.op for entry in alone[side].values() if entry.scope == by.scope)
             others = shortened([name for name in beside if name != by.op], 3)
-            found = difference(x, y)
-            if by.direction == FORWARD and by.module != LOSS:  # what matters is what the module makes of it
-                probes = probed((by.module, by.call))
+            why = f"{'ab'[side]} alone runs it" + (f", and {others}" if others else "")
+            found: Difference | None = difference(x, y)
+            if (
+                by.direction == BACKWARD and by.module != LOSS
+            ):  # likewise, what it leaves: x and y may lack their scales
+                owned = {
+                    f"{by.module}.{name}" for name, _ in models[0].get_submodule(by.module).named_parameters("", False)
+                }
+                left = next(
+                    (both for both in pairs if both[0].module in owned and both[0].results != both[1].results), None
+                )
+                found = None
+                if left is not None:
+                    gradients = [probe.kept.results[0] for probe in probed(left) if probe.kept is not None]
+                    found = difference(gradients[0], gradients[1])
+                    why += f"; the difference is of the gradient of {left[0].module}"
+            elif by.direction == FORWARD and by.module != LOSS:  # what matters is what the module makes of it
+                probes = probed(parted, (by.module, by.call))
                 returned = zip(probes[0].returned, probes[1].returned, strict=False)
                 apart = next((both for both in returned if not same(*both)), None)
                 found = difference(*apart, _formats(models, by.module, *apart)) if apart else found
-            why = f"{'ab'[side]} alone runs it" + (f", and {others}" if others else "")
             return Place(by.direction, by.module, by.op, found, why)
 
     # Or a cast that one has, or both to other formats: those that autocast makes for this operator are its own.

@@ -114,8 +114,9 @@ def _of_both(a: RunFolder, b: RunFolder, work: Callable[[_Side, _Side], Parting]
             return str(error)
         except Exception as error:
             if is_out_of_memory(error):
-                return "the runs are not replayed: both together do not fit into the memory of this machine"
-            raise
+                return "both together do not fit into the memory of this machine"
+            # Whatever their code raises today: what was compared until here is said all the same.
+            return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 @contextmanager
@@ -186,7 +187,7 @@ class _Side:
         processes = self.summary.get("processes", 1 if recorded.get("parallel") == "single" else 0)
         if processes != 1:
             of = f"{processes} processes" if processes else "several processes, or of one that did not end"
-            raise UserError(f"the runs are not replayed: {folder.path} is of {of}, and a replay has one")
+            raise UserError(f"{folder.path} is of {of}, and a replay has one")
         ran_on = str(read_object(folder.path / PRECISION_FILE).get("effective", {}).get("device") or recorded["device"])
         kind = ran_on.partition(":")[0]
         config = compose([f"device={kind}", "parallel=single", "compile=off"], recorded)
@@ -275,6 +276,10 @@ class _Side:
         total = sum(self._shares[1:], self._shares[0])
         return total if self.update.correction == 1 else total * self.update.correction
 
+    def note_loss(self, number: int) -> None:
+        """Keep the loss of the present step, to be compared with the log."""
+        self.losses[number] = self.loss().item()
+
     def again(self, take: Take) -> None:
         """Take the forward and backward passes of the present step again, under a trace, and change nothing."""
         generators, buffers = self._begun
@@ -300,7 +305,12 @@ class _Side:
             parameter.grad = None
 
     def compared_with_log(self) -> str:
-        """Return how the replayed losses compare with the last line of the log of whose steps all were replayed."""
+        """Return how the replayed losses compare with the last line of the log of whose steps all were replayed.
+
+        Empty: none was.
+        """
+        if not self.losses:
+            return ""
         found, before = "", 0
         for line in read_json_lines(self.folder.path / METRICS_FILE):
             if "loss" not in line or line["step"] <= before:
@@ -330,7 +340,7 @@ def _parting(a: _Side, b: _Side, step: int) -> Parting:
             taken = (_step(a, b, of_a, of_b) for _ in range(first, step + 1))
             found = next(filter(None, taken), Parting(step))
         replayed = f"replayed {counted(found.step - first + 1, 'step')} of each run from {began}"
-        a.notes.insert(0, f"{replayed}; {a.compared_with_log()}; {b.compared_with_log()}")
+        a.notes.insert(0, "; ".join(filter(None, [replayed, a.compared_with_log(), b.compared_with_log()])))
     return replace(found, notes=tuple(dict.fromkeys([*a.notes, *b.notes])))
 
 
@@ -385,14 +395,15 @@ def _step(a: _Side, b: _Side, of_a: Iterator[list[Batch]], of_b: Iterator[list[B
     try:
         with a.computing():
             records.append(a.trainer.train_step(a.microbatches))
+        a.note_loss(number)
+        b.note_loss(number)
     except _Parted:
+        a.note_loss(number)
+        b.note_loss(number)
         place = first_place((a.again, b.again), (a.trainer.model, b.trainer.model))
         if place is None:
             return Parting(number, BACKWARD, "the gradients", why="taken again, the step does not part")
         return Parting(number, *place)
-    finally:
-        for side in (a, b):
-            side.losses[number] = side.loss().item()
 
     found = _apart(number, UPDATE, a.state(), b.state())
     if found is None:
@@ -405,7 +416,7 @@ def _step(a: _Side, b: _Side, of_a: Iterator[list[Batch]], of_b: Iterator[list[B
 def _data_apart(number: int, a: list[Batch], b: list[Batch]) -> Parting | None:
     """Return the first tensor of the batches that parts; None: none does."""
     if len(a) != len(b):
-        many = f"{counted(len(a), 'microbatch')} against {len(b)}"
+        many = f"it is split into {counted(len(a), 'microbatch')} against {len(b)}"
         return Parting(number, DATA, "the batch", why=many)
     for place, both in enumerate(zip(a, b, strict=True), 1):
         if found := _apart(number, DATA, *(dict(batch) for batch in both)):

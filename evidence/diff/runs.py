@@ -53,6 +53,7 @@ class Kept(NamedTuple):
     """Which they are, in words."""
     differing: list[str]
     """Names of those that differ in any bit, or that only one run has."""
+    step: int
 
 
 def before(a: RunFolder, b: RunFolder) -> Before:
@@ -143,12 +144,12 @@ def kept(a: RunFolder, b: RunFolder) -> Kept | None:
         opened = [load(run.checkpoints, step) for run in (a, b)]  # verified: equal hashes are equal files
         hashes = [read_manifest(each.path)["sha256"].items() for each in opened]
         files = [{name: value for name, value in each if name.endswith(".safetensors")} for each in hashes]
-        return Kept(what, [] if files[0] == files[1] else _differing(*(each.tensors() for each in opened)))
+        return Kept(what, [] if files[0] == files[1] else _differing(*(each.tensors() for each in opened)), step)
     best = [(run.summary().get("best") or {}).get("step") for run in (a, b)]
     exported = [_exported(run.path / BEST) for run in (a, b)]
     if best[0] is None or best[0] != best[1] or not all(exported):
         return None
-    return Kept(f"the weights in {BEST}/, of step {best[0]}", _differing(*exported))
+    return Kept(f"the weights in {BEST}/, of step {best[0]}", _differing(*exported), best[0])
 
 
 def _exported(folder: Path) -> dict[str, Tensor]:

@@ -40,12 +40,12 @@ class LayerOptions(Overriding):
 
     fixed = (
         ONE_PROCESS
-        | dict.fromkeys(("seed", "run_name", "resume"), "set for every run; use seeds=5, and name=…")
+        | dict.fromkeys(("seed", "run_name", "resume"), "set for every run; use seeds=4, and name=…")
         | dict.fromkeys(("precision.then", "precision.until"), "every run keeps its formats")
         | dict.fromkeys(("early_stopping", "debug"), "every run takes all its steps")
     )
 
-    seeds: str = "5"
+    seeds: str = "4"
     margin: str = "0.3%"
     name: str = ""
     output_dir: Path = Path("outputs")

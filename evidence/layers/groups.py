@@ -44,9 +44,9 @@ class Layers:
     blocks: Sequence[str]
     """Names of the repeated blocks."""
     flops: Mapping[str, int]
-    """FLOP of each layer that can be lifted, forward and backward, over a few samples; in the order of the model."""
+    """FLOP in the format of each layer that can be lifted, over a few samples; in the order of the model."""
     fixed: int
-    """FLOP of scaled layers that the user's own ``precision.modules`` decide on."""
+    """FLOP in scaled formats of layers that the user's own ``precision.modules`` decide on."""
     total: int
     """FLOP of all matmuls and convolutions."""
     unknown: frozenset[str] = frozenset()
@@ -142,14 +142,18 @@ def layers_of(low: Trainer, high: Trainer) -> Layers:
     names = {id(module): name for name, module in low.model.named_modules()}
     blocks = [names[id(block)] for block in low.recipe.blocks(low.model)]
 
-    # The FLOP of each layer are those between the begin and the end of its calls.
+    # The FLOP of each layer are those between the begin and the end of its calls; with ``precision.gradients`` the
+    # backward pass is not in its format.
     counter, flops, begun = ModelFlops(), dict.fromkeys(scaled.converted(low.model), 0), [0]
 
+    def so_far() -> int:
+        return counter.total if low.config.precision.gradients is None else counter.forward
+
     def begin(*_: object) -> None:
-        begun[0] = counter.total
+        begun[0] = so_far()
 
     def end(name: str, *_: object) -> None:
-        flops[name] += counter.total - begun[0]
+        flops[name] += so_far() - begun[0]
 
     handles = []
     for name in flops:

@@ -28,7 +28,7 @@ RANKING_SEEDS, TRYING_SEEDS = 2, 3
 """Seeds with which groups are ranked, and sets are tried: the first ones. They only choose; fresh seeds decide."""
 ENOUGH = 0.5
 """Part of the margin that a set may be above bf16 when it is tried, so that fresh seeds can show that it is within."""
-TRIED = 5
+TRIED = 4
 """Sets that are tried at full length, at most."""
 NEEDED, CONFIRMED = "needed", "confirmed"
 """Names of the two comparisons."""

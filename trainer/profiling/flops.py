@@ -44,6 +44,8 @@ class ModelFlops(TorchDispatchMode):
         super().__init__()
         self.total = 0
         """FLOP so far."""
+        self.forward = 0
+        """Those of the forward pass alone."""
         self.unknown: set[str] = set()
         """Operators that compute an unknown number."""
         # What autograd does not mark itself: inside of a torch.autograd.Function, and where gradients are off.
@@ -75,6 +77,7 @@ class ModelFlops(TorchDispatchMode):
             except (AssertionError, ValueError, TypeError, AttributeError):  # shapes that the formula does not know
                 self.unknown.add(name)
             else:
+                self.forward += forward
                 factors = tensors([args[place] for place in _FACTORS.get(name, (0, 1)) if place < len(args)])
                 self.total += forward * (1 + (2 * needing if "attention" in name else sum(map(self._needs, factors))))
         elif _is_unknown(func, name, result):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from evidence.diff import command
 from evidence.diff.command import main
 from evidence.diff.replay import Parting
-from evidence.diff.runs import before, kept
+from evidence.diff.runs import Kept, before, kept
 from tests.helpers import BIGNET, compose
 from trainer.checkpoint.schema import read_manifest, write_manifest
 from trainer.files import read_object, sha256, write_json
@@ -244,6 +244,31 @@ def test_without_checkpoints_the_best_weights_are_compared(runs: tuple[RunFolder
     assert (code, text.splitlines()[-1]) == (0, "equal in all that was compared")
 
 
+@pytest.mark.parametrize("lost", ["line", "metric", "evaluation", "checkpoint"])
+def test_what_one_run_alone_has_is_not_called_equal_bit_for_bit(
+    lost: str, runs: tuple[RunFolder, RunFolder], said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lost == "checkpoint":  # the last common one is of an earlier step
+        monkeypatch.setattr(command, "kept", lambda *_: Kept("weights", [], 2))
+    path = runs[1].path / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    if lost == "line":
+        rows = [row for row in rows if row["step"] != 3]
+    if lost == "metric":
+        rows = [{name: row[name] for name in row if row["step"] != 3 or name != "grad_norm"} for row in rows]
+    if lost == "evaluation":
+        rows = [row for row in rows if row["step"] != 2 or "valid/loss" not in row]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, text = said(*runs)
+    assert (code, text.splitlines()[-1]) == (0, "equal in all that was compared")
+    name = {
+        "line": "1 step of 4",
+        "metric": "at step 3 or others: grad_norm",
+        "evaluation": "at step 2 or others: valid",
+    }
+    assert name.get(lost, "") in text
+
+
 def test_a_damaged_checkpoint_is_not_called_equal(runs: tuple[RunFolder, RunFolder], said: Said) -> None:
     nudged(runs[1].checkpoints / "step-00000004" / "model.safetensors")
     code, text = said(*runs)
@@ -272,6 +297,28 @@ def test_the_replay_is_asked_for_the_first_step_that_differs(
     assert main(paths) == 1
     assert "not replayed: no reason" in capsys.readouterr().out
     assert asked == [3, 3]
+
+
+def test_the_replay_is_asked_where_the_weights_alone_differ(
+    runs: tuple[RunFolder, RunFolder], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "kept", lambda *_: Kept("weights", ["x"], 4))
+    monkeypatch.setattr(command, "parting", lambda _, __, step: Parting(step))
+    capsys.readouterr()
+    assert main([str(run.path) for run in runs]) == 1
+    text = capsys.readouterr().out
+    assert "no result parts up to step 4" in text
+    assert "do not show what parted" in text
+
+
+def test_an_evaluation_that_differs_alone_is_said(
+    runs: tuple[RunFolder, RunFolder], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "parting", lambda _, __, step: Parting(step))
+    edited(runs[1], 2, **{"valid/loss": 9.0})
+    capsys.readouterr()
+    assert main([str(run.path) for run in runs]) == 1
+    assert "of the evaluation, which is not replayed" in capsys.readouterr().out
 
 
 def test_first_weights_are_built_where_an_option_makes_them(

@@ -99,6 +99,17 @@ def test_formats_part_at_the_first_layer_that_has_another_one(
     assert 0 < found.difference.relative < 0.3  # of the layer's result, and not of sums without their scales
 
 
+def test_another_format_of_the_gradients_alone_has_the_size_of_a_gradient() -> None:
+    """And not that of quantised operands beside whole ones."""
+    a, b = Precision(mode="nvfp4"), Precision(mode="nvfp4", gradients="bf16")
+    for found in (place(takes(precision=a), takes(precision=b)), place(takes(precision=b), takes(precision=a))):
+        assert found is not None
+        assert (found.direction, found.module) == (BACKWARD, "blocks.2.layer")
+        assert found.difference is not None
+        assert 0 < found.difference.relative < 0.5
+        assert "blocks.2.layer.weight" in found.why
+
+
 def test_numbers_are_compared_whatever_holds_them() -> None:
     x = torch.tensor([1.0, math.nan, -2.0])
     assert same(x, x.bfloat16())

@@ -146,7 +146,8 @@ def test_each_step_is_computed_in_the_setting_of_its_run(trained: Trained, monke
 
 def test_microbatches_that_differ_are_said(trained: Trained) -> None:
     parts = found(trained(), trained("micro_batch_size=2"))
-    assert (parts.stage, parts.why) == ("data", "1 microbatch against 2")
+    assert (parts.stage, parts.why) == ("data", "it is split into 1 microbatch against 2")
+    assert "log" not in parts.lines()[1]  # no loss was replayed
 
 
 def test_another_seed_has_other_first_weights(trained: Trained) -> None:
@@ -184,6 +185,21 @@ def test_a_replay_that_is_not_the_run_says_so(trained: Trained, tmp_path: Path) 
     log.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     parts = found(run, trained("optimizer.lr=0.02"))
     assert parts.lines()[1].count("(logged ") == 1
+
+
+def test_what_a_replayed_step_raises_is_a_sentence(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(model: Model, x: Tensor) -> Tensor:
+        raise ValueError("no such rows\nand more")
+
+    runs = trained(), trained("optimizer.lr=0.02")
+    monkeypatch.setattr(Model, "forward", forward)
+    assert parting(*runs, 1) == "ValueError: no such rows"
+
+    def out_of_memory(model: Model, x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(Model, "forward", out_of_memory)
+    assert parting(*runs, 1) == "both together do not fit into the memory of this machine"
 
 
 def test_runs_of_several_processes_or_another_device_are_not_replayed(trained: Trained, tmp_path: Path) -> None:
