@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.optim import optimizer
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils._triton import has_triton
@@ -201,7 +202,9 @@ _attending = ContextVar("_attending", default=False)
 def pretended_cuda(**facts: Any) -> Iterator[Pretended]:
     """Pretend a device with these facts, see ``Pretended``, and take it away at the end."""
     global _here
-    has_triton()  # torch keeps the answer, which is the host's
+    # Torch keeps what it was first told: the answer of the host, and which functions ``torch.device`` is for.
+    has_triton()
+    _device_constructors()
     _here = device = Pretended(**facts)
     with ExitStack() as entered:
         for each in device.patches():

@@ -381,6 +381,7 @@ def test_a_body_without_a_head_gets_one_and_what_is_left_out_is_said(
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own
 def test_an_adapter_finds_its_base_model_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # else peft asks the hub for a tokenizer beside the adapter
     write_model("gpt2", tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     trainer = trainer_of(*options("gpt2", Path("model"), "recipe.lora.rank=2"))

@@ -111,20 +111,20 @@ class _Bf16Gradients(torch.autograd.Function):
     """The product of a format, of which the backward pass sees nothing: its matmuls are of operands in bf16."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, product: Product) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, product: Product, *tables: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return product(x, weight)
+        return product(x, weight, *tables)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (x, weight) = upstream, ctx.saved_tensors
         of_x = torch.mm(gradient, weight.to(x.dtype)) if ctx.needs_input_grad[0] else None
         of_weight = torch.mm(gradient.t(), x).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return of_x, of_weight, None
+        return of_x, of_weight, *[None] * (len(ctx.needs_input_grad) - 2)
 
 
-def _with_bf16_gradients(product: Product, x: Tensor, weight: Tensor) -> Tensor:
-    result: Tensor = _Bf16Gradients.apply(x, weight, product)
+def _with_bf16_gradients(product: Product, x: Tensor, weight: Tensor, *tables: Tensor) -> Tensor:
+    result: Tensor = _Bf16Gradients.apply(x, weight, product, *tables)
     return result
 
 

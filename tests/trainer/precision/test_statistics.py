@@ -157,12 +157,11 @@ class Chain(nn.Module):
         return x
 
 
-def measured(model: nn.Module, number: Number, times: Tensor | float = 1.0) -> dict[str, float]:
-    scaled.convert(
-        model,
-        dict.fromkeys(scaled.linear_layers(model), number),
-        {number: scaled.ARITHMETIC[number].product("tensorwise", False)},
-    )
+def measured(
+    model: nn.Module, number: Number, times: Tensor | float = 1.0, product: scaled.Product | None = None
+) -> dict[str, float]:
+    product = product or scaled.ARITHMETIC[number].product("tensorwise", False)
+    scaled.convert(model, dict.fromkeys(scaled.linear_layers(model), number), {number: product})
     meter = ScaledMeter(model, World())
     meter.begin(7)
     with torch.autocast("cpu", torch.bfloat16):
@@ -203,6 +202,40 @@ def test_a_gradient_that_underflows_is_flushed_in_both_matmuls_of_its_layer_alon
     assert healthy["layers/flushed/dgrad/0"] < 0.01
 
 
+class Rank(World):
+    """One of two ranks; the other's tensors are given."""
+
+    size = 2
+
+    def __init__(self, rank: int, others: list[Tensor]) -> None:
+        self.rank, self.sent, self.others = rank, list[Tensor](), others
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        self.sent.append(tensor)
+        return tensor + self.others.pop(0) if self.others else tensor
+
+
+def test_ranks_add_up_and_have_the_largest_of_all() -> None:
+    tables = torch.tensor([[8.0, 1, 2, 3, 0.5, 7], [24.0, 2, 0, 4, 1.5, 5]])
+    model = nn.Sequential(nn.Linear(16, 16))
+
+    def logged(rank: int, others: list[Tensor]) -> tuple[dict[str, float], list[Tensor]]:
+        meter = ScaledMeter(model, world := Rank(rank, others))
+        meter.begin(1)
+        model[0].statistics[statistics.DGRAD] = tables[rank]
+        meter.end()
+        ((_, metrics),) = meter.take()
+        return metrics, world.sent
+
+    alone = [logged(rank, [])[1] for rank in (0, 1)]
+    one, other = (logged(rank, alone[1 - rank])[0] for rank in (0, 1))
+    assert one == other
+    assert one["layers/flushed/dgrad/0"] == 3 / 32
+    assert one["layers/saturated/dgrad/0"] == 2 / 32
+    assert one["layers/amax/dgrad/0"] == 7
+    assert one["layers/sqnr_db/dgrad/0"] == pytest.approx(20 * math.log10(5 / math.hypot(0.5, 1.5)), rel=1e-4)
+
+
 def test_layers_are_those_in_force_in_the_step_that_is_measured() -> None:
     model = Chain()
     meter, product = ScaledMeter(model, World()), {NVFP4: nvfp4.product}
@@ -219,6 +252,15 @@ def test_layers_are_those_in_force_in_the_step_that_is_measured() -> None:
         names.append(sorted({key.rpartition("/")[2] for key in metrics if key.startswith("layers/")}))
         assert all(value < 1e4 for name, value in metrics.items() if name.startswith("numerics/amax"))
     assert names == [["layers.0", "layers.1"], ["layers.2"], []]
+
+
+@pytest.mark.parametrize("mode", SCALED)
+def test_gradients_in_bf16_have_no_row(mode: str) -> None:
+    """``precision.gradients=bf16``."""
+    model = Chain()
+    product = scaled.product_of(FORMATS[mode].number, "tensorwise", "bf16", torch.device("cpu"))
+    metrics = measured(model, FORMATS[mode].number, product=product)
+    assert {name.split("/")[2] for name in metrics} == {"input", "weight"}
 
 
 @pytest.mark.parametrize("mode", SCALED)

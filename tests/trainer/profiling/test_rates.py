@@ -33,7 +33,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, cache: Path) -> list[str]:
 
     def measure(number: Number, device: torch.device) -> float:
         calls.append(number.name)
-        return {"fp32": 0.09, "bf16": 0.0091, "fp16": 0.0009}[number.name]
+        return {"fp64": 0.05, "fp32": 0.09, "bf16": 0.0091, "fp16": 0.0009}[number.name]
 
     monkeypatch.setattr(rates, "measure", measure)
     return calls
@@ -103,9 +103,9 @@ def test_the_cache_knows_what_the_rates_depend_on(measured: list[str], monkeypat
     for variable in ("ONEDNN_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE"):
         monkeypatch.delenv(variable, raising=False)
     found = rates.matmul_rates(CPU, NUMBERS)
-    assert found == {"fp32": 0.09, "bf16": 0.0091, "fp16": 0.0009}  # the CPU has no other one
+    assert found == {"fp64": 0.05, "fp32": 0.09, "bf16": 0.0091, "fp16": 0.0009}  # the CPU has no other one
     assert rates.matmul_rates(CPU, ["fp8", "fp16", "tf32"]) == {"fp16": 0.0009}
-    assert measured == ["fp32", "bf16", "fp16"]
+    assert measured == ["fp64", "fp32", "bf16", "fp16"]
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
     rates.matmul_rates(CPU, ["fp32"])
