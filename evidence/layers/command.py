@@ -157,10 +157,14 @@ def layers_in(question: Question) -> Layers:
     Raises:
         UserError: it has none, or a single one.
     """
-    low, high = (
-        Trainer.from_config(compose(merge_overrides(question.common, arm.overrides)))
-        for arm in (question.arm(question.low), question.high)
-    )
+    try:
+        low, high = (
+            Trainer.from_config(compose(merge_overrides(question.common, arm.overrides)))
+            for arm in (question.arm(question.low), question.high)
+        )
+    except UserError as error:  # bf16 is what the format is compared with, and no remedy
+        remedies = [each for each in error.remedies if not each.startswith("precision=")]
+        raise UserError(error.problem, *remedies, mistake=error.mistake) from error
     layers = layers_of(low, high)
     low.close()
     high.close()

@@ -202,9 +202,9 @@ recipe=bignet precision=bf16 precision.then=fp32 steps=10 | precision.until=0.04
 recipe=bignet precision=bf16 precision.until=0.8 | precision.then=fp61 | is unknown
 recipe=bignet precision=bf16 precision.then=fp32 | precision.until=80% | the number of a step, or a share … until=0.8
 recipe=bignet precision=fp32 precision.until=0.8 | precision.then=bfloat16 | ; set precision.then=bf16
-recipe=bignet precision=bf16 | precision.then=bf16_master precision.until=0.8 | holds weights in 16 bits
-recipe=bignet precision.then=bf16 precision.until=0.8 | precision=fp16_pure | holds weights in 16 bits
-recipe=bignet precision=fp16 precision.then=bf16 precision.until=0.8 | scaler=static | scaler=static with precision=bf16
+recipe=bignet precision=bf16 | precision.then=bf16_master precision.until=0.8 | holds weights in bfloat16
+recipe=bignet precision.then=bf16 precision.until=0.8 | precision=fp16_pure | holds weights in float16
+recipe=bignet precision=fp16 precision.then=bf16 precision.until=0.8 | scaler=static | with precision.then=bf16
 recipe=bignet | epochs=2 steps=10 | -
 experiment=resnet18_fake | recipe=bignet | resnet18_fake: it sets recipe.arch, of recipe=resnet
 experiment=resnet18_fake | data=digits | it sets data.classes, of data=synthetic … no other data=; leave it out
@@ -355,7 +355,7 @@ layers STACK precision=nvfp4 | early_stopping.patience=3 | has no effect: every 
 layers STACK precision=nvfp4 | batch_size=8,16 | layers.py searches the layers of one setting
 layers STACK precision=nvfp4 | sedes=3 | set seeds=3
 layers STACK precision=nvfp4 | parallel=ddp | -
-layers precision=nvfp4 | recipe=resnet recipe.arch=resnet18 steps=60 | no linear layer of recipe=resnet
+layers precision=nvfp4 | recipe=resnet recipe.arch=resnet18 steps=60 | no linear layer in the model's blocks
 layers precision=nvfp4 recipe=bignet recipe.width=16 | recipe.layers=1 | is all that multiplies in nvfp4
 search TINY | - | there is nothing to search
 search TINY | space.output_dir=choice(a,b) | output_dir is not an option of the training
