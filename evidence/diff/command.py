@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evidence.diff.logs import SUFFIXES, Compared, Log, Pair, compare, read_log, shown_step
+from evidence.diff.logs import LINES, STATE, SUFFIXES, Compared, Log, Pair, compare, read_log, shown_step
 from evidence.diff.replay import first_weights, parting
 from evidence.diff.runs import CODE, DATA, Before, before, kept
 from mantissa.display import columns, counted, listed, shortened
@@ -141,7 +141,14 @@ def _opened(key: str, given: str) -> RunFolder | Path:
             raise UserError(f"{key}={given} is no log ({', '.join(SUFFIXES)}), and no run folder; give one of these")
         return path
     run = RunFolder.open(key, given, "outputs")
-    run.config()
+    try:
+        run.config()
+    except UserError:
+        logs = [each for each in sorted(run.path.iterdir()) if each.suffix in LINES or each.name == STATE]
+        if not logs or (run.path / METRICS_FILE).is_file():
+            raise
+        problem = f"{key}={given} is not the folder of a run, but has a log"
+        raise UserError(problem, shlex.quote(f"{key}={logs[0]}"), mistake=shlex.quote(given)) from None
     return run
 
 

@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 from mantissa.display import counted, shortened
 from trainer.errors import UserError
 
+LINES = (".jsonl", ".csv")
+STATE = "trainer_state.json"
+"""Of transformers' Trainer."""
 SUFFIXES = (".jsonl", ".json", ".csv")
-"""Files that can be a log; of ``.json`` also transformers' ``trainer_state.json``."""
+"""Files that can be a log; of ``.json`` also ``STATE``."""
 STEPS = (
     *("step", "global_step", "trainer/global_step", "train/global_step", "_step", "steps"),
     *("iteration", "iterations", "iter", "iter_num", "it", "update", "epoch"),
@@ -89,7 +92,7 @@ def read_log(path: Path, step: str = "") -> Log:
     Raises:
         UserError: it cannot be read, or no column counts steps.
     """
-    rows = list(_rows(path))
+    rows = [_flat(row) for row in _rows(path)]
     cells = [{name: _number(cell) for name, cell in row.items()} for row in rows]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     numbers = list(dict.fromkeys(name for row in cells for name, value in row.items() if value is not None))
@@ -113,6 +116,14 @@ def read_log(path: Path, step: str = "") -> Log:
     if texts := [name for name in columns if name not in numbers and any(row.get(name, "") != "" for row in rows)]:
         notes.append(f"{path}: not compared, no numbers: {shortened(texts)}")
     return Log(column, dict(sorted(points.items())), notes)
+
+
+def _flat(row: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Return a row with the values of objects inside of it, named as ``train/loss``."""
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        flat |= _flat(value, f"{above}{name}/") if isinstance(value, dict) else {f"{above}{name}": value}
+    return flat
 
 
 def compare(a: Log, b: Log, means: Collection[str] | None = None) -> Compared:

@@ -45,6 +45,9 @@ def compare_command(folder: Path, config: Config) -> str:
         return ""
     mode, group = config.precision.mode, lambda each: key_of(each).partition(".")[0]
     own = [each for each in typed if group(each) in ("precision", "scaler") and key_of(each) != "precision"]
+    if config.precision.then is not None:  # a share of fewer steps than there are since would be another one
+        until = "precision.until"
+        own = [f"{until}={config.precision.until}" if key_of(each) == until else each for each in own]
     arms = dict.fromkeys([FP32.name, detect(config.device).half.name if mode == FP32.name else mode])
     alike = [name for name in arms if name != mode or not own]
     text = [f"arm.{mode}={' '.join([f'precision={mode}', *own])}"] if own else []

@@ -26,7 +26,7 @@ from trainer.config.step import EPOCH
 from trainer.data.contract import Datasets
 from trainer.data.loader import Batching
 from trainer.errors import UserError, check_number, on_every_rank
-from trainer.files import SAME, TOKENIZER
+from trainer.files import TOKENIZER
 from trainer.hardware import Hardware
 from trainer.parallel.compile import Compile
 from trainer.parallel.world import World, launched_local_rank
@@ -303,7 +303,8 @@ def _change(config: Config, steps: int, recorded: Mapping[str, Any]) -> tuple[Pr
     precision, key = config.precision, "precision.until"
     until, before = precision.until, recorded.get(key)
     share = isinstance(until, float)
-    if share and before is not None and config.resume != SAME:  # else the run has as many steps, or is another one
+    # A command that is repeated has the share of its own steps. On a record (resume=FOLDER) a share is typed anew.
+    if share and before is not None and config.resume == "auto":
         return replace(precision, until=before), [Decision(key, before, KEPT)]
     if until is None or (before is not None and not share):
         return precision, []

@@ -50,6 +50,12 @@ def test_one_last_digit_is_a_difference(suffix: str, tmp_path: Path) -> None:
     assert compared(tmp_path, rows, rows, suffix).first is None
 
 
+def test_values_of_objects_inside_of_a_row_are_compared(tmp_path: Path) -> None:
+    rows = [{"step": step, "train": {"loss": 2 / step, "rank": {"norm": 1.0}}} for step in (1, 2)]
+    found = compared(tmp_path, rows, [rows[0], {"step": 2, "train": {"loss": 1.5, "rank": {"norm": 1.0}}}])
+    assert (names(found.first), found.names) == ((2, ["train/loss"]), ["train/loss", "train/rank/norm"])
+
+
 def test_a_large_difference_is_one_of_more_than_a_thousandth(tmp_path: Path) -> None:
     found = compared(tmp_path, losses(1, 1, 1000, 1, -1000), losses(1, 1, 1000.9, 1, -1001.1))
     assert (names(found.first), names(found.large)) == ((3, ["loss"]), (5, ["loss"]))

@@ -20,6 +20,7 @@ from tests.helpers import BIGNET, GPT2, compose, copied, same_bits, trainer_of
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.store import Snapshot
+from trainer.config.compose import compose as composed_on_record
 from trainer.data.contract import Batch
 from trainer.errors import NonFiniteError, UserError
 from trainer.files import read_json, read_json_lines
@@ -179,6 +180,9 @@ def test_a_run_marks_the_change_and_its_weights_know_it(tmp_path: Path, capsys: 
             exported = open_exported("it", tmp_path / "it")
             modes.append(configure(exported, [*typed, "device=cpu"]).config.precision.mode)
     assert modes == ["bf16", "fp32", "nvfp4", "fp32"]
+    # Another share is refused.
+    with pytest.raises(UserError, match=rf"cannot resume .*precision.until was {UNTIL}, now 7"):
+        train(composed_on_record([f"resume={tmp_path / 'it'}", "precision.until=0.9", "steps=8"]))
     # Resumed after the change, the record still has both.
     again = train(compose(*WHOLE, *change, "steps=8", "resume=auto", f"output_dir={tmp_path}")).summary
     assert (again["step"], again["precision_until"]) == (8, UNTIL)
