@@ -24,7 +24,7 @@ from trainer.errors import RunError
 
 SHARE = 0.25
 """Share of the steps that ranks the groups."""
-RANKING_SEEDS, TRYING_SEEDS = 2, 3
+RANKING_SEEDS, TRYING_SEEDS = 2, 2
 """Seeds with which groups are ranked, and sets are tried: the first ones. They only choose; fresh seeds decide."""
 ENOUGH = 0.5
 """Part of the margin that a set may be above bf16 when it is tried, so that fresh seeds can show that it is within."""

@@ -71,6 +71,7 @@ recipe=bignet | opt_level=O1 | ; set precision=fp16
 recipe=bignet | --opt-level=O2 | ; set precision=fp16_master
 recipe=bignet | amp_opt_level=O3 | ; set precision=fp16_pure
 recipe=bignet | amp_level=o2 | ; set precision=fp16_master
+recipe=bignet | opt_level=O4 | here it is precision (auto, bf16
 recipe=bignet | precision=O2 | ; set precision=fp16_master
 recipe=bignet | precision=double | ; set precision=fp64
 recipe=bignet | precision=bf16-mixed | ; set precision=bf16
