@@ -155,7 +155,8 @@ def test_the_commands_of_a_page_run(
             assert ended.value.code in ((0, 1) if script == "scripts/diff.py" else (0,)), command
             assert capsys.readouterr().out
             continue
-        added = [*small(arguments), "steps=2", "tracking=local"]
+        until = any("precision.until=" in argument for argument in arguments)  # a share, which leaves a step to each
+        added = [*small(arguments), "steps=5" if until else "steps=2", "tracking=local"]
         if {"--help", "--cfg"} & set(arguments):
             added = []
         elif any(argument.startswith("resume=outputs") for argument in arguments):
@@ -209,8 +210,8 @@ def test_what_is_not_run_here_has_options_that_exist(command: str) -> None:
         check_space(space, others)
     arms = [word.partition("=")[2].split() for word in others if word.startswith("arm.")]
     others = [word for word in others if not word.startswith("arm.")]
-    others += [f"precision={word.removeprefix('arms=')}" for word in typed if word.startswith("arms=")]
-    for overrides in [*combinations(others).values(), *([*others, *arm] for arm in arms)]:
+    modes = [f"precision={word.removeprefix('arms=')}" for word in typed if word.startswith("arms=")]
+    for overrides in [*combinations([*others, *modes]).values(), *([*others, *arm] for arm in arms)]:
         compose(overrides)
 
 
