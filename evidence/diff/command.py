@@ -21,7 +21,7 @@ from trainer.run_folder import RunFolder, is_in_mlflow
 _MEANS = tuple(name for name, metric in STEP_METRICS.items() if metric.combine not in (None, last))
 """What a run logs of all steps since the line before."""
 _SHOWN = 8
-"""Metrics of a step, of which the first are shown."""
+"""Metrics of a step that are shown at most."""
 
 
 @dataclass

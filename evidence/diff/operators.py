@@ -104,7 +104,7 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Return whether all elements have the same values, of which NaN is one, whatever their dtypes are."""
+    """Return whether all elements are equal, in whatever dtypes; NaN equals NaN."""
     if a.shape != b.shape:
         return False
     if a.dtype == b.dtype and a.device == b.device and torch.equal(a, b):

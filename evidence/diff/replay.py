@@ -115,7 +115,7 @@ def _of_both(a: RunFolder, b: RunFolder, work: Callable[[_Side, _Side], Parting]
         except Exception as error:
             if is_out_of_memory(error):
                 return "both together do not fit into the memory of this machine"
-            # Whatever their code raises today: what was compared until here is said all the same.
+            # Their code may raise anything today. What was compared before is reported all the same.
             return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
