@@ -16,6 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pytest
+
 LARGE = 1024
 """Bytes of an answer in the middle of which the hub can go away."""
 _API = re.compile(r"/api/(models|datasets)/(.+?)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?$")
@@ -94,6 +96,16 @@ def served(hub: Hub) -> Iterator[Hub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def ask_at(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send the libraries of this process to a hub: what they keep of its address is theirs again after the test."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+    template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    # Objects made once: in a later test they would ask a hub that is gone, or another test's.
+    monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", address)
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)
 
 
 class _Handler(BaseHTTPRequestHandler):

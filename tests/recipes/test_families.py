@@ -15,10 +15,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from recipes.data.text import pretrained
 from recipes.language import NO_TARGET
 from tests.helpers import PROJECT, compose, fit, old_transformers, same_bits, trainer_of
-from tests.hub import Hub, served
+from tests.hub import Hub, ask_at, served
 from tests.parity.test_kill_and_resume import AtStep, interrupt
 from tests.parity.test_kill_and_resume import at_step as at_step
 from tests.recipes.test_pretrained import WORDS, words
@@ -73,12 +72,9 @@ def hub() -> Iterator[Hub]:
 def family(request: pytest.FixtureRequest, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The type of a model that the hub serves as ``tiny/<type>``; its folder is ``model``."""
     kind: str = request.param
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)
-    template = f"{hub.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    ask_at(hub.address, monkeypatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    pretrained._unreachable.cache_clear()
     words(tmp_path / "model", {"eos_token": "<|end|>"})
     known = inspect.signature(type(AutoConfig.for_model(kind))).parameters
     options = {key: value for key, value in COMMON.items() if key in known} | FAMILIES[kind]

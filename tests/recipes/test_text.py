@@ -23,6 +23,7 @@ from recipes.data.text.pretrained import Pretrained
 from recipes.data.text.tokenizers import BytePairs, Bytes, numbers
 from recipes.data.text.tokens import TextDatasets, TokenData, Windows
 from recipes.language import TokenWindows
+from tests.hub import ask_at
 from trainer.errors import UserError
 
 LINES = [f"def function_{i}(x):\n    return x * {i * i}  # naïve, 日本\n\n\n" for i in range(400)]
@@ -388,7 +389,7 @@ def test_a_disk_that_fills_up_while_text_is_tokenized(tmp_path: Path) -> None:
 
 
 def test_a_hub_tokenizer_while_offline(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    ask_at("http://127.0.0.1:9", monkeypatch)
     for name, override in (("data.tokenizer", None), ("init_from", "nobody/nothing")):
         with pytest.raises(UserError, match=f"{name}=nobody/nothing"):
             TextFiles(path=str(file), tokenizer="bpe" if override else "nobody/nothing").tokens(override)

@@ -108,11 +108,12 @@ def opening(name: str, key: str, failure: str, wanted: str) -> Iterator[dict[str
         UserError: it does not open, or only by running code of its own; or the hub does not answer, and it is not in
             the local cache.
     """
+    from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
 
     path = local_path(name, key, wanted)
     hub_id, _, revision = name.partition("@")
-    silent = "" if path else _unreachable(int(time.monotonic() / 60))
+    silent = "" if path else _unreachable(constants.ENDPOINT, int(time.monotonic() / 60))
     place = {"pretrained_model_name_or_path": str(path or hub_id), "local_files_only": bool(path or silent)}
     place["trust_remote_code"] = False  # else transformers asks whether to run a model's own code
     try:
@@ -160,15 +161,16 @@ def local_path(name: str, key: str, wanted: str) -> Path | None:
 
 
 @lru_cache
-def _unreachable(minute: int) -> str:
-    """Return why the hub cannot be asked; empty: it answers. Asked once a minute: a try may take ten seconds.
+def _unreachable(address: str, minute: int) -> str:
+    """Return why the hub at ``address`` cannot be asked; empty: it answers.
 
-    The libraries take what they cached by themselves, but first try for half a minute, with some files.
+    It is asked once a minute: a try may take ten seconds. The libraries take what they cached by themselves, but first
+    try for half a minute, with some files.
     """
     from huggingface_hub import constants, get_session
 
     try:
-        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)  # an error status is an answer
+        get_session().head(address, timeout=constants.HF_HUB_ETAG_TIMEOUT)  # an error status is an answer
     except Exception as error:  # of the hub's HTTP client; also where HF_HUB_OFFLINE is set
-        return f"{constants.ENDPOINT} does not answer ({first_line(error)})"
+        return f"{address} does not answer ({first_line(error)})"
     return ""
