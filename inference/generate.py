@@ -15,7 +15,7 @@ from inference.load import Exported
 from inference.options import GenerateOptions
 from inference.run_config import configure
 from recipes.data.text.tokenizers import Characters
-from recipes.huggingface import generated
+from recipes.huggingface import generated, positions_of
 from trainer.config.options import parse
 from trainer.errors import RunError, UserError
 from trainer.terminal import on_error_stream
@@ -136,7 +136,7 @@ def _write(network: Any, tokenizer: Any, ids: Tensor, options: GenerateOptions) 
 
     shown, written, ended = Shown(tokenizer, skip_prompt=True), 0, False
     decodes = network.config.is_encoder_decoder  # a T5, whose positions are relative
-    context = None if decodes else getattr(network.config, "max_position_embeddings", None)
+    context = None if decodes else positions_of(network.config)
     stop = network.generation_config.eos_token_id
     known_ids = min(network.config.vocab_size, 1 + max(tokenizer.get_vocab().values()))  # its rows may be padded
     drawn: dict[str, Any] = {"do_sample": options.temperature > 0}

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from mantissa.display import shortened
 from mantissa.errors import nearest
 from recipes.data.text.pretrained import opening
-from recipes.huggingface import RECIPES, WITH_WEIGHTS, TransformersRecipe, check_context, load_whole, network_of
+from recipes.huggingface import (
+    RECIPES,
+    WITH_WEIGHTS,
+    TransformersRecipe,
+    check_context,
+    load_whole,
+    network_of,
+    positions_of,
+)
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.recipe import Decision
@@ -102,9 +110,7 @@ class AnyModel(TransformersRecipe):
             raise UserError(f"{option}: a model of type {kind} {why}; recipe={self.name} cannot train it", *remedies)
 
     def _positions(self) -> int | None:
-        config = self.model_config()
-        positions = getattr(config, "max_position_embeddings", None)
-        return positions if positions and positions > 0 else None  # such as XLNet's -1
+        return positions_of(self.model_config())
 
     def model_config(self) -> Any:
         """Return transformers' config of the pretrained model, or of a new one of any vocabulary."""

@@ -248,8 +248,7 @@ class TransformersRecipe(Recipe):
 
     def _positions(self) -> int | None:
         """Return how many tokens the pretrained model takes; None: any number."""
-        positions: int | None = getattr(self.pretrained_config(), "max_position_embeddings", None)
-        return positions
+        return positions_of(self.pretrained_config())
 
     def open_pretrained(self, cls: Any, vocabulary: int, **options: Any) -> Any:
         """Return the model of ``pretrained`` in fp32, its tables of token ids resized to ``vocabulary``.
@@ -317,7 +316,7 @@ class TransformersRecipe(Recipe):
         """
         folder.mkdir(parents=True, exist_ok=True)
         datasets.tokenizer.save(folder)
-        if positions := getattr(network_of(model).config, "max_position_embeddings", None):  # t5 takes any number
+        if positions := positions_of(network_of(model).config):
             path = folder / "tokenizer_config.json"
             write_json(path, read_json(path) | {"model_max_length": positions})
         eos, chatml = datasets.tokenizer.token_id("eos_token"), datasets.tokenizer.chat_template == CHATML
@@ -328,6 +327,12 @@ class TransformersRecipe(Recipe):
     def summary_fields(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         return {"size": f"{quantity(parameters)} pretrained"} if self.pretrained else {}
+
+
+def positions_of(config: Any) -> int | None:
+    """Return how many tokens a model of transformers takes; None: any number, as T5, and XLNet, whose config has -1."""
+    count: int | None = getattr(config, "max_position_embeddings", None)
+    return count if count and count > 0 else None
 
 
 def check_context(context: int | str, positions: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -14,15 +15,18 @@ from torch import Tensor, nn
 from mantissa.display import shortened
 from recipes.any_model import AnyModel
 from recipes.bert import SPECIAL, TEMPLATE
-from recipes.data.text.labelled import Encoding, LabelledDatasets, LabelledSource
+from recipes.data.text.labelled import MULTIPLE, Encoding, LabelledDatasets, LabelledSource
+from recipes.huggingface import positions_of
 from recipes.lora import plain
-from trainer.data.contract import Batch
+from trainer.data.contract import Batch, SampleId
 from trainer.errors import UserError
 from trainer.files import read_json, write_json
 from trainer.recipe import Context, DataSource, Decision, LossOutput, Recipe, Sizes
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
+
+log = logging.getLogger("mantissa")
 
 
 @dataclass
@@ -118,7 +122,32 @@ class TextClassifier(AnyModel):
         config.problem_type = f"{'multi' if datasets.multi_label else 'single'}_label_classification"
         config.pad_token_id = datasets.pad  # by which decoders find the last token of a text
         config.use_cache = False
+        self._check_padding(network, datasets.train)
         return network
+
+    def _check_padding(self, network: Any, train: Any) -> None:
+        """Warn where more padding after a text changes its logits, as of XLNet, which reads its last place.
+
+        It is tried, as no property of transformers' classes tells it; on the meta device it is not.
+        """
+        batch = train.batch([SampleId(0, None)])
+        if network.device.type == "meta" or batch["tokens"].shape[1] + MULTIPLE > train.length:
+            return
+        longer = {name: F.pad(batch[name], (0, MULTIPLE)) for name in batch if name != "label"}
+        longer["tokens"][:, -MULTIPLE:] = train.pad
+        mode = network.training
+        network.eval()
+        with torch.no_grad():
+            logits, padded = _logits(network, batch), _logits(network, longer)
+        network.train(mode)
+        if (change := float((padded - logits).abs().max() / logits.abs().max())) > 1e-4:
+            log.warning(
+                "%s reads the padding after a text (%d more change a text's logits by %.1g of the largest): "
+                "its label may depend on the texts beside it",
+                type(network).__name__,
+                MULTIPLE,
+                change,
+            )
 
     def build_model(self, datasets: LabelledDatasets) -> Any:
         """Build the model, and put the adapters into it, beside which all of its head is trained."""
@@ -142,8 +171,7 @@ class TextClassifier(AnyModel):
 
     def loss(self, model: Any, batch: Batch) -> LossOutput:
         """Add up the cross-entropies of the texts in fp32; of several labels, the mean over these."""
-        label, types = batch["label"], {"token_type_ids": batch["types"]} if "types" in batch else {}
-        logits = model(input_ids=batch["tokens"], attention_mask=batch["mask"], **types).logits.float()
+        label, logits = batch["label"], _logits(model, batch)
         given = logits.detach()
         if label.is_floating_point():
             loss = F.binary_cross_entropy_with_logits(logits, label, reduction="none").mean(1).sum()
@@ -194,9 +222,15 @@ class TextClassifier(AnyModel):
             _add_head(network, folder / "adapter")
 
 
+def _logits(model: Any, batch: Batch) -> Tensor:
+    types = {"token_type_ids": batch["types"]} if "types" in batch else {}
+    logits: Tensor = model(input_ids=batch["tokens"], attention_mask=batch["mask"], **types).logits
+    return logits.float()
+
+
 def positions(network: Any) -> int | None:
     """Return how many tokens a model takes; None: any number."""
-    count: int | None = getattr(network.config, "max_position_embeddings", None)
+    count = positions_of(network.config)
     for name, module in network.named_modules():
         is_table = isinstance(module, nn.Embedding) and module.num_embeddings == count and "position" in name
         if count and is_table and module.padding_idx is not None:

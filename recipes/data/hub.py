@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
@@ -38,6 +38,19 @@ BUILDERS = {
     ".txt": "text",
     ".tar": "webdataset",
 }
+TEXT, LABELLED, IMAGES = "text", "labelled texts", "images"
+USES = {
+    "text_column": (TEXT, LABELLED),
+    "pair_column": (LABELLED,),
+    "image_column": (IMAGES,),
+    "label_column": (LABELLED, IMAGES),
+    "rows": (TEXT,),
+    "train_on": (TEXT,),
+    "packing": (TEXT,),
+    "max_tokens": (TEXT,),
+    "on_error": (IMAGES,),
+}
+"""What a recipe may use the rows as, and the options that only some of these uses have."""
 
 
 @dataclass
@@ -103,12 +116,13 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         Raises:
             UserError: there are neither, a row of the chats is none, or an option has no effect on them.
         """
+        self._refuse_options_beside(TEXT)
         if self.max_tokens is not None:
             return self._streamed(tokenizer, int(self.max_tokens))
         features = self._split("train_split", self.train_split).features
         columns = used_columns(self.name, features, self.text_column)
         if not columns:
-            self._refuse_chat_options()
+            self._refuse_chat_options(f"the rows of data.name={self.name} are no chats ({WANTED})")
             return super().tokens(tokenizer)
         if self.rows != "auto":
             mistake = f"data.rows={self.rows}"
@@ -131,15 +145,22 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         rows = np.arange(len(dataset))
         return Chats(dataset.select_columns(list(columns)), f"data.name={self.name}: split {choice}", source, rows)
 
-    def _refuse_chat_options(self) -> None:
-        """Raise UserError for an option that is set, and that rows of text or images have no use for."""
+    def _refuse_options_beside(self, use: str) -> None:
+        """Raise UserError for an option that is set, and that this use of the rows has none for."""
+        for option in fields(self):
+            key, value, uses = f"data.{option.name}", getattr(self, option.name), USES.get(option.name, (use,))
+            if use not in uses and value != option.default:
+                shown = str(value).lower() if isinstance(value, bool) else value
+                raise UserError(f"{key}={shown} has no effect on {use}: it is for {uses[0]}", "", mistake=key)
+
+    def _refuse_chat_options(self, why: str) -> None:
         for mistake, is_set in {"data.train_on=all": self.train_on == "all", "data.packing=true": self.packing}.items():
             if is_set:
-                problem = f"{mistake} has no effect: the rows of data.name={self.name} are no chats ({WANTED})"
-                raise UserError(problem, "", mistake=mistake)
+                raise UserError(f"{mistake} has no effect: {why}", "", mistake=mistake)
 
     def _streamed(self, tokenizer: str | None, tokens: int) -> TokenData:
         """Return the tokens of the beginning of the text, which is streamed."""
+        self._refuse_chat_options("data.max_tokens reads documents, and no chats")
         options = [self.subset, self.train_split, self.valid_split, self.test, self.text_column, self.valid_fraction]
         settings, choice = [*options, self.rows], self.chosen_tokenizer(tokenizer)
         return open_or_stream(self.cache_folder, self.name, settings, choice, tokens, self._streams)
@@ -187,11 +208,8 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         Raises:
             UserError: no such dataset, split or column; fewer than two classes; an image without a label.
         """
-        if self.max_tokens is not None:
-            mistake = f"data.max_tokens={self.max_tokens:g}"
-            raise UserError(f"{mistake} is of text, and has no effect on images", "", mistake="data.max_tokens")
+        self._refuse_options_beside(IMAGES)
         train = self._split("train_split", self.train_split)
-        self._refuse_chat_options()
         self._image_column(train)
         labels = Labels(self.name, train, self.label_column)
         rows, origin = self._labelled(labels)
@@ -201,6 +219,7 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         return self.opened(title, where, parts, labels.classes, size, side, decodes=True)
 
     def labelled(self, encoding: Encoding) -> LabelledDatasets:
+        self._refuse_options_beside(LABELLED)
         train = self._split("train_split", self.train_split)
         labels = Labels(self.name, train, self.label_column)
         columns = text_columns(self.name, train, labels.columns, self.text_column, self.pair_column)

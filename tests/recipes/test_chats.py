@@ -489,6 +489,16 @@ def test_an_own_bpe_is_made_of_what_is_said_and_not_of_the_special_tokens(tmp_pa
     ]
 
 
+def test_an_own_bpe_is_made_of_the_training_chats_alone(tmp_path: Path) -> None:
+    for name, word in (("train", "tock"), ("validation", "zing")):
+        rows = [{"messages": say(f"u {word} {word}", f"a {word} {word}")}] * 20
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = Hub(name=str(tmp_path), tokenizer="bpe", vocab_size=300, cache_dir=str(tmp_path / "cache")).tokens(None)
+    tokens = {data.tokenizer.decode([id]) for id in range(data.tokenizer.vocab_size)}
+    assert " tock" in tokens
+    assert not any("zi" in token for token in tokens)
+
+
 def test_a_text_that_the_tokenizer_cannot_encode_is_named(tmp_path: Path) -> None:
     opened(tmp_path, numbered(9), tokenizer="chars").tokenizer.save(tmp_path)
     with pytest.raises(UserError, match=r"row 0 or one of the 200 from there on: .* cannot encode it"):

@@ -167,6 +167,22 @@ def test_what_cannot_be_streamed_is_said(case: str, tmp_path: Path, cache: Path)
     assert not list(cache.glob("stream/*/meta.json"))
 
 
-def test_images_are_not_streamed(stories: Path) -> None:
-    with pytest.raises(UserError, match="no effect on images; leave it out"):
-        Hub(name=str(stories), max_tokens=1e6).images(None)
+@pytest.mark.parametrize(
+    ("options", "use"),
+    [
+        ({"max_tokens": 1e6}, "images"),
+        ({"text_column": "text"}, "images"),
+        ({"max_tokens": 1e6}, "labelled texts"),
+        ({"packing": True}, "labelled texts"),
+        ({"rows": "lines"}, "labelled texts"),
+        ({"pair_column": "text"}, "text"),
+        ({"label_column": ["text"]}, "text"),
+        ({"max_tokens": 1e6, "packing": True}, "text"),
+        ({"max_tokens": 1e6, "train_on": "all"}, "text"),
+    ],
+)
+def test_an_option_of_another_use_is_refused(options: dict[str, Any], use: str, stories: Path) -> None:
+    hub = Hub(name=str(stories), **options)
+    opened = {"images": hub.images, "labelled texts": hub.labelled, "text": hub.tokens}[use]
+    with pytest.raises(UserError, match=r"data\..* has no effect.*leave it out"):
+        opened(None)  # type: ignore[operator]

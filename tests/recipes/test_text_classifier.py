@@ -450,6 +450,16 @@ def test_the_model_has_to_be_one_that_classifies(tmp_path: Path) -> None:
         trainer(*NEW, "data=python_docs")
 
 
+def test_a_model_that_reads_padding_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = write_rows(tmp_path / "a.jsonl", rows())
+    trainer(write_model("bert", tmp_path / "bert"), data)
+    assert "padding" not in caplog.text
+    sizes = ("d_model=32", "n_layer=2", "n_head=2", "d_inner=48", "initializer_range=0.2")
+    xlnet = [f"recipe.config.{size}" for size in sizes]
+    trainer("recipe.model_type=xlnet", data, "data.tokenizer=bytes", *xlnet)
+    assert "XLNetForSequenceClassification reads the padding after a text" in caplog.text
+
+
 def test_synthetic_texts_fill_the_context() -> None:
     run = trainer(*NEW, "data=synthetic", "data.classes=3", "data.vocab_size=90", "recipe.context=24")
     batch = run.datasets.train.batch([SampleId(0, None), SampleId(1, None)])

@@ -14,7 +14,7 @@ from typing import Any
 from trainer.errors import UserError
 from trainer.files import flush, locked
 
-FORMAT = 10
+FORMAT = 11
 """Part of every cache key: raise it when the same text would become other tokens, or meta.json holds more."""
 
 log = logging.getLogger("mantissa")

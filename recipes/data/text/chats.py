@@ -7,7 +7,7 @@ import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 from mantissa.display import counted, quantity, shortened
 from recipes.data.text.cache import built, completed
 from recipes.data.text.files import typed
-from recipes.data.text.tokenizers import CHATML, CHATML_TOKENS, Tokenizer, TokenizerChoice
+from recipes.data.text.tokenizers import CHATML, CHATML_TOKENS, OWN_BPE, Tokenizer, TokenizerChoice
 from recipes.data.text.tokens import Samples, TokenData, log, warn_of_unknown
 from trainer.errors import UserError, first_line, most_like
 from trainer.files import read_json, write_json
@@ -375,7 +375,8 @@ def open_chats(
 def _build(folder: Path, parts: Mapping[str, Chats], choice: TokenizerChoice, train_on: str) -> None:
     """Write the ids of each part, one sample after the other, where they begin, and which of them are targets."""
     with completed(folder) as partial:
-        tokenizer = choice.made(_texts(parts), partial).for_chats()
+        read = [parts["train"]] if choice.name == OWN_BPE else parts.values()
+        tokenizer = choice.made(_texts(read), partial).for_chats()
         counts = Counter[str]()
         for name, chats in parts.items():
             tokenizing = work(f"tokenizing the {name} chats", len(chats.rows), "rows")
@@ -438,11 +439,11 @@ def _targets(places: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray
     return mask
 
 
-def _texts(parts: Mapping[str, Chats]) -> Iterator[str]:
-    """Yield the text of all chats, without the special tokens, of which a tokenizer is made."""
+def _texts(parts: Iterable[Chats]) -> Iterator[str]:
+    """Yield the text of chats, without the special tokens, of which a tokenizer is made."""
     template = Template(CHATML, "all")
     ends = re.compile("|".join(map(re.escape, CHATML_TOKENS)))
-    for chats in parts.values():
+    for chats in parts:
         for some in chats:
             for row in some:
                 yield from filter(None, ends.split(template.render(*row)[0]))
