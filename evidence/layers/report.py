@@ -124,8 +124,7 @@ def _about_ranks(search: Search) -> list[str]:
     return [
         f"Ranked by the gain: by how much {question.short_steps} steps with these layers in bf16 end at a lower loss "
         f"than without, the mean over {len(search.ranked[0].gains)} seeds. The error is that of the layers' results "
-        "and gradients while nothing is lifted, in terms of the doctor's limit, above which it is a fault; the group "
-        "with the largest one is tried, too."
+        "and gradients while nothing is lifted, in terms of the doctor's limit, above which it is a fault."
     ]
 
 
