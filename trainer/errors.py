@@ -54,6 +54,19 @@ class UserError(RunError):
         self.problem, self.remedies, self.mistake = problem, remedies, mistake
 
 
+def no_effect(given: str, why: str, *remedies: str, mistake: str = "", shared: bool | None = None) -> UserError:
+    """Return the error of an option that would do nothing: ``GIVEN has no effect: WHY; leave it out``.
+
+    Args:
+        given: what was typed, ``key=value`` or the key alone.
+        why: what makes it so, without a full stop.
+        remedies: what gives it an effect, as overrides.
+        mistake: the arguments to leave out, where they are not ``given``.
+        shared: see ``RunError.shared``.
+    """
+    return UserError(f"{given} has no effect: {why}", *remedies, "", mistake=mistake or given, shared=shared)
+
+
 class NonFiniteError(RunError):
     """Training was no longer finite; the update with the non-finite values was not applied."""
 
