@@ -27,7 +27,7 @@ from trainer.optim.ema import Average
 from trainer.optim.groups import LR_FACTOR, freeze
 from trainer.optim.masters import masters_of
 from trainer.optim.state import training_state
-from trainer.optim.update import Update
+from trainer.optim.update import Update, UpdateResult
 from trainer.parallel.world import World
 from trainer.precision.kernels import choose, convolves
 from trainer.precision.modes import Precision
@@ -324,16 +324,25 @@ class Trainer:
 
     def train_step(self, microbatches: list[Batch]) -> StepRecord:
         """Take one optimizer step over the microbatches and count it; the host does not wait for the device."""
-        self.enter(self.next_precision)
-        lr = self._set_lr()
+        lr = self.begin()
         # Forward and backward, once for each microbatch.
         loss, correction, units = self.gradients(microbatches)
+        # Unscale, clip, step, and adapt the loss scale.
+        grad_norm, skipped, scale = self.finish(correction)
+        return StepRecord(self.step, loss, grad_norm, skipped, scale, lr, units)
+
+    def begin(self) -> float:
+        """Enter the precision of the next step, and set its learning rate, which is returned."""
+        self.enter(self.next_precision)
+        return self._set_lr()
+
+    def finish(self, correction: float) -> UpdateResult:
+        """Update the weights with the gradients of a step, and count it; ``correction``: see ``Gradients``."""
         with self.precision.widened():
-            # Unscale, clip, step, and adapt the loss scale.
-            grad_norm, skipped, scale = self.update.step(self.step, correction)
+            result = self.update.step(self.step, correction)
             self.step += 1
             self.average.update(self.step)
-        return StepRecord(self.step, loss, grad_norm, skipped, scale, lr, units)
+        return result
 
     def gradients(self, microbatches: list[Batch]) -> Gradients:
         """Add up the gradients of one optimizer step, and change nothing else but buffers and generators.
