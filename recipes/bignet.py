@@ -25,6 +25,7 @@ class BigNet(Recipe):
     name: ClassVar[str] = "bignet"
     unit: ClassVar[str] = "samples"
     known_sum = True
+    reads_data = True
     architecture: ClassVar[tuple[str, ...]] = ("layers", "width")
     layers: int = 20
     """Linear layers."""

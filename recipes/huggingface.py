@@ -57,6 +57,7 @@ class TransformersRecipe(Recipe):
     cpu_sizes: ClassVar[Sizes]
     gpu_sizes: ClassVar[Sizes]
     least_context: ClassVar[int] = 2
+    reads_data = True
     longest: ClassVar[int] = 512
     """Tokens of a sample of a pretrained model that takes more, where ``context`` is auto."""
     says_new_head = False

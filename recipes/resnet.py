@@ -40,6 +40,7 @@ class ResNet(Recipe):
     unit: ClassVar[str] = "images"
     mixes_images: ClassVar[bool] = True
     known_sum = True
+    reads_data = True
     rising: ClassVar[tuple[str, ...]] = (*Recipe.rising, "exact_match")
     fine_tuning_lr: ClassVar[float | None] = 0.1  # Kornblith et al. 2019: SGD at about 0.01, where training takes 0.1
     architecture: ClassVar[tuple[str, ...]] = ("arch",)

@@ -6,7 +6,6 @@ import ctypes
 import os
 import platform
 import random
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,9 +23,6 @@ from trainer.errors import UserError, first_line
 _allocator: Any = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's malloc.h
 _HUGE_PAGE, _USE_HUGE_PAGES = 2**21, 14  # bytes; of Linux's mman.h
-
-_DRIVERS = {12: 525, 13: 580}
-"""The first driver of each major version of CUDA (NVIDIA, "CUDA Compatibility", minor version compatibility)."""
 
 # Deterministic algorithms need it, and torch asks once in a process, at its first product on CUDA: a later run in the
 # process could not set it.
@@ -184,8 +180,6 @@ def detect(device: str) -> Hardware:
     if kind.own_memory:
         properties = torch.get_device_module(chosen).get_device_properties(chosen)
         capability = (properties.major, properties.minor) if kind.nvidia else None
-        if capability is not None:
-            _check_code(properties.name, capability)
         return Hardware(chosen, properties.name, properties.total_memory, cores, capability)
     name = _cpuinfo("model name") or platform.processor() or platform.machine()
     return Hardware(chosen, name, _ram_bytes(), cores, None, _cpu_flags())
@@ -208,25 +202,11 @@ def check_driver(device: str) -> None:
 
     Not where ``CUDA_VISIBLE_DEVICES`` hides it, nor with a build of torch for CPUs: there the user asks for the CPU.
     """
-    asked = device.partition(":")[0] in ("auto", CUDA.type)
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-    if not asked or hidden or torch.version.cuda is None or torch.cuda.is_available():
+    if device.partition(":")[0] not in ("auto", CUDA.type) or torch.version.cuda is None or torch.cuda.is_available():
         return
-    import pynvml
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a library of the driver without a driver
         found = torch.cuda.device_count()  # which asks the driver (NVML), as long as CUDA is not initialised
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError_LibRmVersionMismatch:
-        raise UserError(
-            f"device={device}: the NVIDIA driver that runs is not of the version of its library, as after an update; "
-            "restart the machine",
-            "device=cpu",
-        ) from None
-    except pynvml.NVMLError:
-        pass
     if not found:
         return
     try:
@@ -234,29 +214,11 @@ def check_driver(device: str) -> None:
         why = "it finds none"
     except RuntimeError as error:
         why = first_line(error).partition(". ")[0]
-    text = f"device={device}: torch cannot use the NVIDIA GPU that is here ({why}); the driver is {driver_version()}"
-    if "too old" in why:
-        major = int(torch.version.cuda.partition(".")[0])
-        needs = f", which needs a driver from {_DRIVERS[major]} on" if major in _DRIVERS else ""
-        text += f", and torch {torch.__version__} is built for CUDA {torch.version.cuda}{needs}; update the driver, or "
-        text += "install torch for an older CUDA"
-    raise UserError(text, "device=cpu")
-
-
-def _check_code(name: str, capability: tuple[int, int]) -> None:
-    """Refuse a GPU for which this build of torch has no kernels: neither code of its major version, nor earlier PTX."""
-    for architecture in (built := torch.cuda.get_arch_list()):
-        found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
-        code = (int(found[2]), int(found[3])) if found else capability  # of a form that is not known: anything
-        is_ptx = found is not None and found[1] == "compute" and not found[4]
-        if code <= capability and (is_ptx or code[0] == capability[0]):
-            return
-    if built:
-        raise UserError(
-            f"{name} has compute capability {capability[0]}.{capability[1]}, and torch {torch.__version__} has code "
-            f"for {', '.join(built)} alone; install torch for an older CUDA, or an older torch",
-            "device=cpu",
-        )
+    raise UserError(
+        f"device={device}: torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use the NVIDIA GPU "
+        f"that is here ({why}); the driver is {driver_version()}",
+        "device=cpu",
+    )
 
 
 @contextmanager

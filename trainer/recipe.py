@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dis
-import inspect
 import json
 import math
 import shlex
@@ -20,7 +18,6 @@ import torch
 from safetensors.torch import save_model
 from torch import Tensor, nn
 
-from mantissa.step.step import leaves
 from mantissa.tensors import random_state, set_random_state
 from trainer.checkpoint.weights import open_file
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
@@ -152,6 +149,8 @@ class Recipe:
     """Sums whose highest value is the best. Of all others it is the lowest."""
     masks_attention: ClassVar[bool] = False
     """Whether the model gives ``scaled_dot_product_attention`` a mask or bias: cuDNN's kernel is then left out."""
+    reads_data: ClassVar[bool] = False
+    """Whether ``datasets`` opens what ``data`` names; otherwise every choice but ``data=own`` is refused."""
     mixes_images: ClassVar[bool] = False
     """Whether the loss carries out ``augment.mixup`` and ``cutmix``; otherwise they are refused."""
     known_sum: ClassVar[bool] = False
@@ -187,13 +186,10 @@ class Recipe:
         raise UserError(f'recipe={self.name}: {returns}; see "Your own recipe" in docs/recipes.md', shared=True)
 
     def check_reads(self, data: DataSource, typed: Iterable[str]) -> None:
-        """Raise UserError where ``datasets`` has no use for data that was ``typed``: its code does not name it."""
-        code = inspect.unwrap(type(self).datasets).__code__
-        used = [each.argrepr for each in dis.get_instructions(code) if each.opcode in {*dis.haslocal, *dis.hasfree}]
-        named = set(", ".join(used).split(", "))  # some instructions have two
-        if data.kind != DataSource.kind and named.isdisjoint(code.co_varnames[1:2]):
+        """Raise UserError where data were ``typed`` of which the recipe reads none."""
+        if not self.reads_data and data.kind != DataSource.kind:
             problem = f"recipe={self.name} opens its own data, and cannot read data={data.kind}"
-            raise UserError(problem, "", mistake=shlex.join(typed))
+            raise UserError(f"{problem} (its class has no reads_data = True)", "", mistake=shlex.join(typed))
 
     @staticmethod
     def of(
@@ -438,15 +434,12 @@ class UserRecipe(Recipe):
                 "the loss has no gradient, so nothing would train: look for .detach(), .item() and torch.no_grad "
                 "between the weights and it"
             )
-        if found and not math.isclose(found.together, found.total, rel_tol=1e-3, abs_tol=1e-6):
-            empty = [index for index, loss in found.alone.items() if math.isnan(loss) and self.train.is_ignored(index)]
-            if not empty and not math.isfinite(found.total):
-                return
-            about = f" (sample {empty[0]} has no target)" if empty else ""
+        differs = found and not math.isclose(found.together, found.total, rel_tol=1e-3, abs_tol=1e-6)
+        if found and differs and math.isfinite(found.together):  # alone it may be NaN: the mean over no targets
             warnings.warn(
                 f"the summed loss of {len(found.alone)} samples is {found.together:.5g} in one batch and "
-                f"{found.total:.5g} one by one{about}, so the gradient depends on micro_batch_size: return the mean "
-                "over the batch, or a LossOutput with sums; for a mean over tokens, count them with targets=",
+                f"{found.total:.5g} one by one, so the gradient depends on micro_batch_size: return the mean over the "
+                "batch, or a LossOutput with sums; for a mean over tokens, count them with targets=",
                 stacklevel=3,
             )
 
@@ -455,20 +448,13 @@ class UserRecipe(Recipe):
         generators = random_state(device)
         samples = self.train.batch([SampleId(index, 0) for index in range(min(8, len(self.train)))])
         try:
-            model = copy.deepcopy(model).train()
             with torch.enable_grad():
-                batches = ({name: tensor.to(device, copy=True) for name, tensor in samples.items()} for _ in range(2))
-                loss, again = (self.loss(model, batch).loss_sum for batch in batches)
-            # What both have is not made in the loss, nor in the batch.
-            kept = set(leaves(loss)) & set(leaves(again)) - set(model.parameters())
+                batch = {name: tensor.to(device) for name, tensor in samples.items()}
+                loss = self.loss(copy.deepcopy(model).train(), batch).loss_sum
         except Exception:  # such as of a layer that needs more samples; an error of any batch comes again
             return True
         finally:
             set_random_state(generators, device)
-        if kept:
-            what = f"the loss gives a gradient to what is no parameter of the model (of shape {list(kept.pop().shape)})"
-            cure = "make it an nn.Parameter of the model, or call requires_grad_(False)"
-            warnings.warn(f"{what}, and nothing trains it: {cure}", stacklevel=4)
         return loss.requires_grad or not any(weight.requires_grad for weight in model.parameters())
 
 

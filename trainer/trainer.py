@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, overload
 
@@ -20,14 +20,14 @@ from trainer.config.settle import Settled, plan_of, settle
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.data.evaluation import Evaluation, Progress
 from trainer.data.loader import DataOrder, to_device
-from trainer.errors import UserError, first_line
+from trainer.errors import UserError, first_line, is_out_of_memory
 from trainer.hardware import Hardware, detect, seed_everything, select
 from trainer.metrics import Metrics, reported
 from trainer.optim.ema import Average
 from trainer.optim.groups import LR_FACTOR, freeze
 from trainer.optim.masters import masters_of
 from trainer.optim.state import training_state
-from trainer.optim.update import Update
+from trainer.optim.update import Update, UpdateResult
 from trainer.parallel.world import World
 from trainer.precision.kernels import choose, convolves
 from trainer.precision.modes import Precision
@@ -178,21 +178,29 @@ class Trainer:
         finally:
             set_random_state(generators, self.device)
 
+    @contextmanager
+    def _looking(self) -> Generator[None, None, None]:
+        """Return a context of eager forward passes over a few samples, for which no kernels are measured."""
+        benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            torch.backends.cudnn.benchmark = benchmark
+
     def observe(self, *recorders: AbstractContextManager[Any], most: int = _INSPECTED) -> None:
         """Take an eager forward pass in training over the first samples under the recorders, and change nothing."""
-        model, training, benchmark = self.model, self.model.training, torch.backends.cudnn.benchmark
+        model, training = self.model, self.model.training
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         batch = self.first_samples(most)
         try:
             model.train()
-            torch.backends.cudnn.benchmark = False  # not worth it for a few samples
             # With gradients, a forward pass without a backward pass would leave stale state in FSDP.
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"), ExitStack() as entered:
+            with torch.no_grad(), self._looking(), ExitStack() as entered:
                 for recorder in recorders:
                     entered.enter_context(recorder)
                 self._inspecting_forward(batch)
         finally:
-            torch.backends.cudnn.benchmark = benchmark
             model.train(training)
             with torch.no_grad():
                 for buffer, before in buffers:
@@ -210,35 +218,21 @@ class Trainer:
             return
         try:
             self.observe(most=_TRIED if own else _INSPECTED)
-        except (UserError, torch.OutOfMemoryError):
+        except UserError:
             raise
         except Exception as error:
-            if "more than 1 value per channel" not in str(error) or batching.micro_batch_size > 1:
-                if own:
-                    raise UserError(self._raised(error), shared=True) from error
-                raise
-            of_rank = batching.batch_size // batching.ranks
-            divides = next((size for size in range(2, of_rank + 1) if of_rank % size == 0), None)
-            raise UserError(
-                "micro_batch_size=1: batch norm has no second value in a microbatch to normalise with",
-                f"micro_batch_size={divides}" if divides else f"micro_batch_size=2 batch_size={2 * batching.ranks}",
-                shared=True,
-            ) from None
-
-    def _raised(self, error: Exception) -> str:
-        """Return what the loss raised, and for which of the first samples, where one alone raises it."""
-        what, which = f"{type(error).__name__}: {first_line(error)}", ""
-        samples = self.order.samples(0, min(_TRIED, self.plan.batching.micro_batch_size))
-        self.model.eval()  # batch norm takes no single sample in training
-        for sample in samples if self.device.type == "cpu" else ():  # a GPU may take no more calls after an error
-            try:
-                with torch.no_grad():
-                    self._inspecting_forward(self.datasets.train.batch([sample]))
-            except Exception as alone:
-                if f"{type(alone).__name__}: {first_line(alone)}" == what:
-                    which = f" for sample {sample.index} of the training data"
-                    break
-        return f"the loss raises {what}{which}"
+            if "more than 1 value per channel" in str(error) and batching.micro_batch_size == 1:
+                of_rank = batching.batch_size // batching.ranks
+                divides = next((size for size in range(2, of_rank + 1) if of_rank % size == 0), None)
+                raise UserError(
+                    "micro_batch_size=1: batch norm has no second value in a microbatch to normalise with",
+                    f"micro_batch_size={divides}" if divides else f"micro_batch_size=2 batch_size={2 * batching.ranks}",
+                    shared=True,
+                ) from None
+            if own and not is_out_of_memory(error):
+                what = f"the loss raises {type(error).__name__}: {first_line(error)}"
+                raise UserError(what, shared=True) from error
+            raise
 
     def check_sum(self) -> None:
         """Refuse a recipe whose loss is a mean, which training would divide once more. Every rank has to call it.
@@ -248,11 +242,9 @@ class Trainer:
         """
         if self.plan.batching.micro_batch_size == 1 or self.recipe.known_sum:
             return
-        benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False  # as in ``observe``
-        with torch.compiler.set_stance("force_eager"), self.precision.autocast(self.device):
-            most = min(8, self.plan.batching.micro_batch_size)
+        most = min(_TRIED, self.plan.batching.micro_batch_size)
+        with self._looking(), self.precision.autocast(self.device):
             losses = losses_of_some(self.recipe, self.model, self.datasets.train, self.device, most)
-        torch.backends.cudnn.benchmark = benchmark
         if losses is None or not math.isfinite(losses.together + losses.total):
             return
         averages = losses.total / len(losses.alone), losses.mean
@@ -332,16 +324,25 @@ class Trainer:
 
     def train_step(self, microbatches: list[Batch]) -> StepRecord:
         """Take one optimizer step over the microbatches and count it; the host does not wait for the device."""
-        self.enter(self.next_precision)
-        lr = self._set_lr()
+        lr = self.begin()
         # Forward and backward, once for each microbatch.
         loss, correction, units = self.gradients(microbatches)
+        # Unscale, clip, step, and adapt the loss scale.
+        grad_norm, skipped, scale = self.finish(correction)
+        return StepRecord(self.step, loss, grad_norm, skipped, scale, lr, units)
+
+    def begin(self) -> float:
+        """Enter the precision of the next step, and set its learning rate, which is returned."""
+        self.enter(self.next_precision)
+        return self._set_lr()
+
+    def finish(self, correction: float) -> UpdateResult:
+        """Update the weights with the gradients of a step, and count it; ``correction``: see ``Gradients``."""
         with self.precision.widened():
-            # Unscale, clip, step, and adapt the loss scale.
-            grad_norm, skipped, scale = self.update.step(self.step, correction)
+            result = self.update.step(self.step, correction)
             self.step += 1
             self.average.update(self.step)
-        return StepRecord(self.step, loss, grad_norm, skipped, scale, lr, units)
+        return result
 
     def gradients(self, microbatches: list[Batch]) -> Gradients:
         """Add up the gradients of one optimizer step, and change nothing else but buffers and generators.

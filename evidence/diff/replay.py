@@ -37,11 +37,11 @@ from trainer.data.contract import Batch
 from trainer.errors import UserError, is_out_of_memory
 from trainer.files import METRICS_FILE, PRECISION_FILE, read_json_lines, read_object
 from trainer.hardware import best_type, detect, threads
-from trainer.optim.update import Update, UpdateResult
+from trainer.optim.update import Update
 from trainer.precision import kernels
 from trainer.run.step_metrics import mean
 from trainer.run_folder import RunFolder
-from trainer.trainer import StepRecord, Trainer
+from trainer.trainer import Trainer
 
 DATA, WEIGHTS, UPDATE = "data", "weights", "update"
 """Stages of a step beside ``forward`` and ``backward``."""
@@ -142,25 +142,15 @@ def _as_before() -> Iterator[None]:
 
 
 class _Update(Update):
-    """An update that lets others see the loss, and the gradients before it changes any weight."""
+    """An update that lets others see the loss."""
 
-    before: Callable[[], Any] | None = None
-    """Is called once all gradients of a step are there."""
     see_loss: Callable[[Tensor], Any] | None = None
     """Is called with each microbatch's share of the loss."""
-    correction = 1.0
-    """Factor of the gradients of this step, see ``Precision.loss_divisor``."""
 
     def backward(self, loss: Tensor, exchanged: bool = False) -> None:
         if self.see_loss is not None:
             self.see_loss(loss)
         super().backward(loss, exchanged)
-
-    def step(self, steps_done: int = 0, correction: float = 1.0) -> UpdateResult:
-        self.correction = correction
-        if self.before is not None:
-            self.before()
-        return super().step(steps_done, correction)
 
 
 class _Replayed(Trainer):
@@ -208,8 +198,8 @@ class _Side:
         """Loss of each replayed step."""
         self._begun: tuple[dict[str, Tensor], list[Tensor]] = {}, []
         """Generators and buffers with which the present step began."""
-        self._shares: list[Tensor] = []
-        self.update.see_loss = lambda loss: self._shares.append(loss.detach())
+        self.correction = 1.0
+        """Factor of the gradients of the present step, see ``Gradients``."""
 
     @property
     def update(self) -> _Update:
@@ -255,11 +245,23 @@ class _Side:
             self.trainer.restore(CheckpointReader(path))
 
     def begin(self, batches: Iterator[list[Batch]]) -> None:
-        """Take the next batch, and note what the step begins with."""
+        """Take the next batch, and note what its step begins with."""
         with self.computing():
             self.microbatches = next(batches)
         self._begun = self.generators, [buffer.clone() for buffer in self.trainer.model.buffers()]
-        self._shares = []
+
+    def add_gradients(self) -> tuple[Tensor, float]:
+        """Take the forward and backward passes of the present step; return its loss, and its learning rate."""
+        with self.computing():
+            lr = self.trainer.begin()
+            loss, self.correction, _ = self.trainer.gradients(self.microbatches)
+        self.losses[self.trainer.step + 1] = loss.item()
+        return loss, lr
+
+    def finish(self) -> None:
+        """Update the weights."""
+        with self.computing():
+            self.trainer.finish(self.correction)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients before the update, with the loss scale and ``correction``, by weight."""
@@ -268,24 +270,14 @@ class _Side:
 
     def factor(self) -> float:
         """Return what turns these gradients into the true ones."""
-        factor = self.trainer.loss_scale.inverse(self.update.correction)
+        factor = self.trainer.loss_scale.inverse(self.correction)
         return 1.0 if factor is None else factor.item()
-
-    def loss(self) -> Tensor:
-        """Return the loss of the present step, as it is logged."""
-        total = sum(self._shares[1:], self._shares[0])
-        return total if self.update.correction == 1 else total * self.update.correction
-
-    def note_loss(self, number: int) -> None:
-        """Keep the loss of the present step, to be compared with the log."""
-        self.losses[number] = self.loss().item()
 
     def again(self, take: Take) -> None:
         """Take the forward and backward passes of the present step again, under a trace, and change nothing."""
         generators, buffers = self._begun
         trainer, update = self.trainer, self.update
         self.generators = generators
-        seen = update.see_loss
         update.see_loss = partial(take.value, FORWARD, LOSS, "the loss")
         try:
             with self.computing(), torch.no_grad():
@@ -297,7 +289,7 @@ class _Side:
                 for name, gradient in self.gradients().items():
                     take.value(BACKWARD, name, "its gradient", gradient)
         finally:
-            update.see_loss = seen
+            update.see_loss = None
             self._clear()
 
     def _clear(self) -> None:
@@ -325,10 +317,6 @@ class _Side:
 
 
 # --- both runs ---
-
-
-class _Parted(Exception):
-    """The gradients of a step part, before any weight is changed."""
 
 
 def _parting(a: _Side, b: _Side, step: int) -> Parting:
@@ -363,52 +351,34 @@ def _go_to_last_common(a: _Side, b: _Side, step: int) -> str:
     return "the beginning"
 
 
-def _step(a: _Side, b: _Side, of_a: Iterator[list[Batch]], of_b: Iterator[list[Batch]]) -> Parting | None:
+def _step(a: _Side, b: _Side, from_a: Iterator[list[Batch]], from_b: Iterator[list[Batch]]) -> Parting | None:
     """Take the next step of both runs; return what parts in it."""
     number = a.trainer.step + 1
-    a.begin(of_a)
-    b.begin(of_b)
+    a.begin(from_a)
+    b.begin(from_b)
     if found := _data_apart(number, a.microbatches, b.microbatches):
         return found
 
-    # The first run waits with its gradients until the second one has taken its step, or has other gradients.
-    def compare() -> None:
-        factors = a.factor(), b.factor()
-        of_a, of_b = a.gradients(), b.gradients()
-        if factors[0] != factors[1]:
-            of_a, of_b = (
-                {name: gradient.double() * factor for name, gradient in gradients.items()}
-                for gradients, factor in zip((of_a, of_b), factors, strict=True)
-            )
-        equal = of_a.keys() == of_b.keys() and all(same(gradient, of_b[name]) for name, gradient in of_a.items())
-        if not (equal and same(a.loss(), b.loss())):
-            raise _Parted
-
-    records: list[StepRecord] = []
-
-    def take_second() -> None:
-        with b.computing():
-            records.append(b.trainer.train_step(b.microbatches))
-        a.set_up()
-
-    a.update.before, b.update.before = take_second, compare
-    try:
-        with a.computing():
-            records.append(a.trainer.train_step(a.microbatches))
-        a.note_loss(number)
-        b.note_loss(number)
-    except _Parted:
-        a.note_loss(number)
-        b.note_loss(number)
+    # Both have their gradients before either changes its weights.
+    (loss_a, rate_a), (loss_b, rate_b) = a.add_gradients(), b.add_gradients()
+    of_a, of_b = a.gradients(), b.gradients()
+    if (factors := (a.factor(), b.factor()))[0] != factors[1]:
+        of_a, of_b = (
+            {name: gradient.double() * factor for name, gradient in gradients.items()}
+            for gradients, factor in zip((of_a, of_b), factors, strict=True)
+        )
+    equal = of_a.keys() == of_b.keys() and all(same(gradient, of_b[name]) for name, gradient in of_a.items())
+    if not (equal and same(loss_a, loss_b)):
         place = first_place((a.again, b.again), (a.trainer.model, b.trainer.model))
         if place is None:
             return Parting(number, BACKWARD, "the gradients", why="taken again, the step does not part")
         return Parting(number, *place)
 
+    a.finish()
+    b.finish()
     found = _apart(number, UPDATE, a.state(), b.state())
     if found is None:
         return None
-    rate_b, rate_a = (record.lr for record in records)
     rates = "" if rate_a == rate_b else f"the learning rates are {rate_a:.6g} and {rate_b:.6g}"
     return replace(found, why="; ".join(filter(None, [found.why, "the gradients are equal", rates])))
 

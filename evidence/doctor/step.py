@@ -230,9 +230,8 @@ class _Eager(Trainer):
         self._set_lr()
         self.loss_scale.scale.fill_(scale)
         self.update.meter = meter
-        self.update.step(self.step, correction)
+        self.finish(correction)
         self.update.meter = None
-        self.step += 1
 
 
 def _copy(value: Any) -> Any:

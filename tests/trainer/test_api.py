@@ -278,12 +278,6 @@ def test_a_loss_that_is_no_mean_is_warned_of(loss: Callable[[Any, Any], Any]) ->
         own(loss)
 
 
-def test_what_the_loss_learns_by_itself_is_warned_of() -> None:
-    scale = torch.ones(2, requires_grad=True)
-    with pytest.warns(UserWarning, match=r"no parameter of the model \(of shape \[2\]\)"):
-        own(lambda model, batch: mean(model, batch) * scale.sum())
-
-
 def test_a_metric_that_is_a_mean_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="the metric size of 8 samples is no sum"):
         own(lambda model, batch: LossOutput(mean(model, batch) * len(batch["y"]), {"size": mean(model, batch)}))
@@ -333,9 +327,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "a scalar tensor": lambda: own(lambda model, batch: model(batch["x"])),
     "the loss has no gradient": lambda: own(lambda model, batch: mean(model, batch).detach()),
     "the loss raises ZeroDivisionError: division by zero": lambda: train(own(lambda m, b: 1 / 0), **OPTIONS),
-    r"raises IndexError: Target 2 is out of bounds. for sample \d": lambda: train(
-        own(data=OUTSIDE, model=normed()), **OPTIONS
-    ),
+    "raises IndexError: Target 2 is out of bounds": lambda: train(own(data=OUTSIDE, model=normed()), **OPTIONS),
     "weight has 16 bits": lambda: own(model=net().half()),
     "give a map-style dataset": lambda: own(data=iter([])),
     "WeightedRandomSampler of a": lambda: own(data=DataLoader(Noisy(), sampler=WeightedRandomSampler([1.0], 1))),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -136,17 +135,6 @@ def beside_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("beside_a_driver")
-def test_a_driver_that_was_updated_while_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    def init() -> None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
-
-    monkeypatch.setattr(pynvml, "nvmlInit", init)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(UserError, match=r"not of the version of its library.*device=cpu"):
-        detect("auto")
-
-
-@pytest.mark.usefixtures("beside_a_driver")
 def test_several_processes_are_told_of_the_driver_before_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
@@ -158,7 +146,7 @@ def test_several_processes_are_told_of_the_driver_before_they_are_counted(monkey
 @pytest.mark.usefixtures("beside_a_driver")
 def test_a_gpu_that_torch_cannot_use_is_not_passed_over_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     for device in ("auto", "cuda", "cuda:0"):
-        with pytest.raises(UserError, match=r"too old .found version 12040.*550\.54\.15.*13\.2.*580.*device=cpu"):
+        with pytest.raises(UserError, match=r"13\.2.*too old .found version 12040.*550\.54\.15.*device=cpu"):
             detect(device)
     assert detect("cpu").kind is CPU
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # CUDA_VISIBLE_DEVICES= hides it
@@ -166,30 +154,6 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over_without_a_word(monkeypat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.version, "cuda", None)  # a build for CPUs
     assert detect("auto").kind is CPU
-
-
-@pytest.mark.parametrize(
-    ("built", "runs"),
-    [
-        ("sm_75 sm_80 sm_90", True),
-        ("sm_75 sm_80 sm_100 sm_120", False),
-        ("sm_93 sm_90a", True),
-        ("sm_95", False),
-        ("sm_80 compute_80", True),
-        ("compute_100", False),
-        ("compute_80a", False),
-        ("", True),
-    ],
-)
-@pytest.mark.parametrize("kind", [CUDA], ids=["CUDA"])
-@pytest.mark.usefixtures("fake")
-def test_a_gpu_without_code_in_this_build_of_torch_is_refused(
-    built: str, runs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has capability 9.4: kernels of 9.0 to 9.4 run on it, and PTX of any earlier one."""
-    monkeypatch.setattr(torch.cuda, "get_arch_list", built.split)
-    with nullcontext() if runs else pytest.raises(UserError, match=r"made up has .* 9\.4.*device=cpu"):
-        assert detect("cuda").capability == (9, 4)
 
 
 @every_kind

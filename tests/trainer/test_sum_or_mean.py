@@ -1,21 +1,24 @@
-"""A recipe's loss that is a mean, not a sum: it is named before the first step, and nothing else is taken for one."""
+"""What a look at some samples tells before the first step, such as that a loss is a mean and no sum."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from recipes.bignet import BigNet
 from tests.helpers import Arrays, NoData, same_bits, start, trainer_of
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets, SampleId
-from trainer.errors import UserError
+from trainer.errors import UserError, is_out_of_memory
 from trainer.hardware import Hardware
 from trainer.precision.modes import Precision
 from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
@@ -142,6 +145,28 @@ def test_training_data_that_are_augmented_at_random_are_looked_at_too(how: str) 
     with pytest.raises(UserError) if how in MEANS else nullcontext():
         trainer.check_sum()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_cudnn_measures_kernels_again_where_the_look_at_some_samples_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = start(config("sum"))
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(trainer.datasets.train, "batch", Mock(side_effect=UserError("the data is gone")))
+    with pytest.raises(UserError, match="gone"):
+        trainer.check_sum()
+    assert torch.backends.cudnn.benchmark
+
+
+def test_a_cpu_without_memory_for_the_first_pass_is_no_mistake_of_the_loss() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if torch.is_grad_enabled():
+            return model(batch[0]).square().mean()
+        return torch.empty(2**60).mean()  # torch refuses it before the system is asked
+
+    data = TensorDataset(torch.randn(8, 3))
+    trainer = start(Config(Recipe.of(nn.Linear(3, 1), loss, data, data), NoData(), device="cpu", steps=1))
+    with pytest.raises(Exception) as raised:
+        trainer.check_first_pass()
+    assert is_out_of_memory(raised.value)
 
 
 SMALL = ("batch_size=4", "steps=2", "eval_samples=8")

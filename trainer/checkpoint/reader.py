@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -206,8 +205,6 @@ def fill(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
         parts.append(f"{len(missing)} of {len(state) - len(ties)} tensors are missing ({shortened(missing, 3)})")
     if unknown:
         parts.append(f"{listed(unknown, 'tensor')} too many")
-        if any(re.search(r"parametrizations\.|_orig$", name) for name in unknown):
-            parts[-1] += " (of torch's parametrize or prune: save what remove_parametrizations or prune.remove leaves)"
     if other:
         shapes = [f"{name} is {dimensions(given[name].shape)}, not {dimensions(state[name].shape)}" for name in other]
         parts.append(f"{counted(len(other), 'tensor')} of another shape ({shortened(shapes, 2)})")
@@ -224,23 +221,12 @@ def fill(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
 
 
 def check_numbers(weights: Mapping[str, Tensor], where: str) -> None:
-    """Refuse weights that hold nothing to train on; ``where`` begins the message.
-
-    Raises:
-        UserError: some are quantized, or on the meta device, or all numbers are 0.
-    """
+    """Refuse quantized weights by a UserError, which ``where`` begins: as floats, they would be other numbers."""
     if quantized := [name for name, each in weights.items() if not each.is_floating_point() or each.itemsize == 1]:
         raise UserError(
             f"{where}: {listed(quantized, 'tensor')} of {weights[quantized[0]].dtype}, as of quantized weights; "
             "give those in 32 or 16 bits"
         )
-    if empty := [name for name, each in weights.items() if each.is_meta]:
-        raise UserError(
-            f"{where}: {listed(empty, 'tensor')} of the meta device, which have a shape and no numbers; "
-            "save the weights of a model that is in memory"
-        )
-    if weights and not any(each.any() for each in weights.values()):
-        raise UserError(f"{where}: all weights are 0; give those of a model that was trained")
 
 
 def nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -197,16 +197,17 @@ _PARTIAL = re.compile(rf"\.{STEP_NAME.pattern}\.(partial|old)")
 
 def _on_all_ranks(world: World, temporary: Path, work: Callable[[], Any] | None) -> list[Any]:
     """Do this rank's work; return the results of all ranks, by rank. If one of them fails, remove what was written."""
-    result, problem = None, None
+    result, problem, bug = None, None, None
     try:
         result = work() if work else None
-    except (OSError, SafetensorError) as error:
+    except Exception as error:  # of any kind: the others wait for this rank's answer
         problem = str(error) if world.size == 1 else f"rank {world.rank}: {error}"
+        bug = None if isinstance(error, OSError | SafetensorError) else error
     answers = world.gather((result, problem))
-    if problems := [problem for _, problem in answers if problem]:
+    if problems := [problem for _, problem in answers if problem is not None]:
         if world.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointNotWritten("; ".join(problems))
+        raise bug or CheckpointNotWritten("; ".join(problems))
     return [result for result, _ in answers]
 
 

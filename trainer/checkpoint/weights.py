@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import warnings
 import zipfile
 from collections import Counter
@@ -24,9 +23,6 @@ SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 """Suffixes of files of weights."""
 _WANTED = 'give what torch.save(model.state_dict(), "weights.pth") writes, or a .safetensors file'
 _ONE = 'save the one that you want by torch.save(…, "weights.pth"), and give that'
-_POINTER = b"version https://git-lfs"
-_WRAPPERS = re.compile(r"(?<=\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""Modules that torch puts around a part of a model: compiled, sharded or recomputed."""
 
 
 def read_weights(path: Path, names: Collection[str], key: str) -> tuple[dict[str, Tensor], str]:
@@ -53,8 +49,6 @@ def read_weights(path: Path, names: Collection[str], key: str) -> tuple[dict[str
     entry, state = next(iter(states.items()))
     if len(states) > 1:
         raise UserError(f"{key} holds several dicts of named tensors ({', '.join(map(str, states))}); {_ONE}")
-    if not any(map(_WRAPPERS.search, names)):
-        state = {_WRAPPERS.sub("", name): tensor for name, tensor in state.items()}
     found = _prefixes(state, names)
     if len(found) > 1:
         raise UserError(f"{key} holds the weights of this model more than once ({', '.join(found)}); {_ONE}")
@@ -99,20 +93,14 @@ def _prefixes(there: Collection[str], names: Collection[str]) -> list[str]:
 
 
 def defect(file: Path) -> str:
-    """Return what is wrong with a file, as a predicate; empty: nothing. What transformers calls weights is opened."""
+    """Return what is wrong with a file of weights or JSON, as a predicate; empty: it opens, or is of another kind."""
     if not file.exists():
-        return "is a link to nothing; copy it with cp -rL" if file.is_symlink() else "is missing"
-    if file.is_dir():
-        return ""
-    try:
-        if _begins(file, _POINTER) or re.fullmatch(r"(pytorch_)?model.*\.(safetensors|bin)", file.name):
+        return "is a link to nothing" if file.is_symlink() else "is missing"
+    if re.fullmatch(r"(pytorch_)?model.*\.(safetensors|bin)", file.name) and file.is_file():
+        try:
             _open(file)
-            # Transformers goes by the name.
-            if (file.suffix == ".safetensors") != _is_safetensors(file):
-                name = "pytorch_model.bin" if file.suffix == ".safetensors" else "model.safetensors"
-                return f"is not what its name says; rename it to {name}"
-    except Exception as error:  # of the system, pickle, torch or safetensors
-        return _why(file, error)
+        except Exception as error:  # of the system, pickle, torch or safetensors
+            return _why(file, error)
     if re.fullmatch(r"(\w+_)?config\.json|tokenizer\.json", file.name):
         try:
             json.loads(file.read_text(encoding="utf-8"))  # a mark of Windows at its beginning is too much
@@ -121,40 +109,24 @@ def defect(file: Path) -> str:
     return ""
 
 
-def _begins(file: Path, text: bytes, at: int = 0) -> bool:
-    with file.open("rb") as opened:
-        opened.seek(at)
-        return opened.read(len(text)) == text
-
-
 def _is_safetensors(file: Path) -> bool:
-    return _begins(file, b"{", at=8)  # of its header, after the length
+    with file.open("rb") as opened:
+        return opened.read(9)[8:] == b"{"  # of its header, after the length
 
 
 def _why(file: Path, error: Exception) -> str:
     """Return why a file cannot be opened, as a predicate."""
-    if _begins(file, _POINTER):
-        return "is a pointer of Git LFS; git lfs pull gets it"
     # Keep only the reason, the first sentence: torch's next ones advise to run the file's code.
     why = re.split(r"(?<=\S)\.(?: |$)", first_line(error.__context__ or error))[0]
-    size = f"{file.stat().st_size:,} bytes"
-    what = f"cannot be read as safetensors or torch's ({size}: {why})"
-    return f"{what}; unpack it if it is an archive, copy it again if it was cut off, else {_WANTED}"
+    return f"cannot be read as safetensors or torch's ({file.stat().st_size:,} bytes: {why}); {_WANTED}"
 
 
 def _files(path: Path, key: str) -> list[Path]:
     """Return the file of weights, or in a folder that file, or the shards that transformers' index names.
 
     Raises:
-        UserError: there is none, or one of several, or they are in a form that cannot be read without running code.
+        UserError: there is none, or one of several.
     """
-    if path.suffix == ".distcp" or any(path.glob("*.distcp")):
-        folder = shlex.quote(str(path if path.is_dir() else path.parent))
-        raise UserError(
-            f"{key} is a checkpoint of torch.distributed.checkpoint, whose .metadata may run code; if you trust it, "
-            "make a file of it, and give that: "
-            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} weights.pth"
-        )
     if not path.is_dir():
         return [path]
     for index in sorted(path.glob("*.index.json")):

@@ -45,25 +45,15 @@ class UserDataset:
                     "samples; leave it out, and set batch_size"
                 )
         self.collate = collate or own
-        _, self.structure = self._flat([self.dataset[0]])
+        _, self.structure = self._drawn([0], 0)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def batch(self, samples: Sequence[SampleId]) -> Batch:
         """Return the tensors of these samples by their place, ``0`` and so on."""
-        indices, seed = [sample.index for sample in samples], samples[0].seed or samples[0].index
-        before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-        torch.default_generator.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-        try:
-            fetch = getattr(self.dataset, "__getitems__", None)  # as torch's own DataLoader does
-            tensors, structure = self._flat(fetch(indices) if fetch else [self.dataset[each] for each in indices])
-        finally:
-            torch.set_rng_state(before[0])
-            np.random.set_state(before[1])
-            random.setstate(before[2])
+        indices = [sample.index for sample in samples]
+        tensors, structure = self._drawn(indices, samples[0].seed or samples[0].index)
         if structure != self.structure:
             raise UserError(f"{self.name}: sample {indices[0]} has another structure than sample 0")
         return {str(place): tensor for place, tensor in enumerate(tensors)}
@@ -75,13 +65,23 @@ class UserDataset:
                 return f"{'NaN' if tensor.isnan().any() else 'infinity'} in {keystr(path) or 'its tensor'}"
         return ""
 
-    def is_ignored(self, index: int) -> bool:
-        """Return whether all of a sample's labels are those that torch's losses leave out."""
-        return any(bool((tensor == -100).all()) for tensor in self.batch([SampleId(index, 0)]).values())
-
     def rebuilt(self, batch: Batch) -> Any:
         """Return a batch as the collating function made it, of tuples, lists and dictionaries."""
         return tree_unflatten([batch[str(place)] for place in range(len(batch))], self.structure)
+
+    def _drawn(self, indices: list[int], seed: int) -> tuple[list[Tensor], Any]:
+        """Return the tensors of some samples and their structure, drawn with the seed."""
+        before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            fetch = getattr(self.dataset, "__getitems__", None)  # as torch's own DataLoader does
+            return self._flat(fetch(indices) if fetch else [self.dataset[each] for each in indices])
+        finally:
+            torch.set_rng_state(before[0])
+            np.random.set_state(before[1])
+            random.setstate(before[2])
 
     def _flat(self, samples: list[Any]) -> tuple[list[Tensor], Any]:
         try:

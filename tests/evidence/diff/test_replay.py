@@ -141,7 +141,7 @@ def test_each_step_is_computed_in_the_setting_of_its_run(trained: Trained, monke
     assert all(torch.equal(state, states[0]) for state in states)
     assert updates == []
     found(*equal, 1)
-    assert updates == [False, True]  # the first run waits for the second one
+    assert updates == [True, False]
 
 
 def test_microbatches_that_differ_are_said(trained: Trained) -> None:

@@ -16,12 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.nn.utils.parametrizations import weight_norm
-from torch.nn.utils.prune import identity
 
 from tests.helpers import same_bits
 from trainer.checkpoint.reader import fill
@@ -98,10 +94,9 @@ TAKEN: dict[str, tuple[Write, str]] = {
     "older.pth": (saved(STATE, older=True), ""),
     "weights.safetensors": (partial(save_file, STATE), ""),
     "ddp.tar": (saved({"state_dict": under("module."), "best": LONE}), "its state_dict, the prefix module. removed"),
-    "of.ckpt": (saved(LIGHTNING), "its state_dict, the prefix net. removed, without criterion.weight"),
+    "of.ckpt": (saved(LIGHTNING), "its state_dict, the prefix net._orig_mod. removed, without criterion.weight"),
     "auxiliary.pth": (saved(STATE | under("aux.")), "without aux.stem.weight, …"),
     "encoder.pth": (saved(under("encoder.") | {"fc.bias": LONE}), "the prefix encoder. removed, without fc.bias"),
-    "blocks.pth": (saved({name.replace(".", "._orig_mod."): tensor for name, tensor in STATE.items()}), ""),
     "safetensors.pth": (partial(save_file, STATE), ""),
     "of torch.safetensors": (saved(STATE), ""),
     "sharded": (folder(SHARDS), ""),
@@ -109,29 +104,22 @@ TAKEN: dict[str, tuple[Write, str]] = {
     "checkpoint-9": (folder({"pytorch_model.bin": saved(STATE), "optimizer.pt": saved(ADAM)}), ""),
     "both forms": (folder({"model.safetensors": partial(save_file, STATE), "pytorch_model.bin": saved(ADAM)}), ""),
 }
-CLOSED = r"cannot be opened as weights: {} cannot be read .*\((?!.*safe_globals).+\); unpack it .* else give what torch"
+CLOSED = r"cannot be opened as weights: {} cannot be read .*\((?!.*safe_globals).+\); give what torch"
 REFUSED: dict[str, tuple[Write, str]] = {
     "code.pth": (saved({"model": STATE, "x": Ran()}), CLOSED),
-    "older code.pth": (saved({"model": STATE, "x": Ran()}, older=True), CLOSED),
     "arguments.pth": (saved({"model": STATE, "args": argparse.Namespace(a=1)}), CLOSED),
-    "module.pth": (saved(NET), CLOSED),
     "script.pt": (script, CLOSED),
-    "noise.bin": (text("what is this"), CLOSED),
-    "cut.pth": (saved(STATE, share=0.5), r"{} cannot be read .*\([\d,]+ bytes: .*, copy it again"),
-    "cut.safetensors": (cut_safetensors(0.9), r"{} cannot be read .*\([\d,]+ bytes: .*, copy it again"),
+    "cut.pth": (saved(STATE, share=0.5), r"{} cannot be read .*\([\d,]+ bytes: "),
+    "cut.safetensors": (cut_safetensors(0.9), r"{} cannot be read .*\([\d,]+ bytes: "),
     "cut shard": (folder(SHARDS | {PLACES["stem.bias"]: cut_safetensors(0.9)}), "00002.safetensors cannot be read"),
     "empty.pth": (text(""), r"{} cannot be read .*\(0 bytes: "),
-    "pointer.safetensors": (text("version https://git-lfs.github.com/spec/v1"), "{} is a pointer of Git LFS; git lfs"),
-    "distributed": (folder({"__0_0.distcp": text(""), ".metadata": text("")}), "format_utils dcp_to_torch {} weights"),
     "optimizer.pt": (saved(ADAM), r"holds no dict of named tensors \(state, param_groups\); give what torch.save"),
-    "tensor.pt": (saved(LONE), r"holds no dict of named tensors \(no dict\); give what torch.save"),
     "two.pth": (saved({"model": STATE, "ema": STATE}), r"holds several dicts of named tensors \(model, ema\); save"),
     "twins.pth": (saved(under("q.") | under("k.")), r"holds the weights of this model more than once \(q\., k\.\)"),
     "blocks.pth": (
         saved({f"net.{index}.norm.{name}": LONE for index in range(3) for name in ("weight", "bias")}),
         r"of another model, with other names \(net\.0\.norm\.weight, .*\) than those of this one \(stem\.weight, ",
     ),
-    "other.pth": (saved({"wte": LONE}), r"other names \(wte\) .* \(stem.weight, stem.bias, norm.weight, …\)"),
     "nothing": (folder({"config.json": text("{}")}), r"holds no file of weights \(config.json\)"),
     "several": (folder({"a.pt": saved(STATE), "b.pt": saved(STATE)}), r"holds several files of weights \(a.pt, b.pt\)"),
     "part": (folder(dict([*SHARDS.items()][:2])), r"lacks model-00002-of-00002.safetensors, which model"),
@@ -160,18 +148,6 @@ def test_what_is_wrong_is_named_and_no_code_is_run(name: str, tmp_path: Path, mo
     assert not Path("it-ran").exists()
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_the_parts_of_torchs_checkpoint_become_a_file_by_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.distributed.checkpoint.save({"model": STATE}, checkpoint_id="parts", no_dist=True)
-    with pytest.raises(UserError, match="dcp_to_torch") as refused:
-        read_weights(Path("parts/__0_0.distcp"), list(STATE), "init_from")
-    dcp_to_torch_save(*refused.value.problem.split()[-2:])
-    assert same_bits(read_weights(Path("weights.pth"), list(STATE), "init_from")[0], STATE)
-
-
 def changed(**tensors: Any) -> State:
     return STATE | {name.replace("__", "."): tensor for name, tensor in tensors.items()}
 
@@ -182,16 +158,12 @@ MISFITS: dict[str, tuple[State, str]] = {
         r"2 of 9 .* \(norm.running_mean, norm.r",
     ),
     "too many": (changed(fc2__bias=LONE), r"1 tensor \(fc2.bias\) too many"),
-    "parametrized": (dict(weight_norm(copy.deepcopy(NET[0])).state_dict()), "what remove_parametrizations"),
-    "pruned": (dict(identity(copy.deepcopy(NET[0]), "weight").state_dict()), "prune.remove leaves"),
     "grey": (changed(stem__weight=torch.ones(4, 1, 3, 3)), "stem.weight is 4 × 1 × 3 × 3, not 4 × 3 × 3 × 3"),
     "infinite": (
         changed(norm__running_var=torch.tensor([1.0, math.inf, 1, 1])),
         r"\(norm.running_var\) with NaN",
     ),
     "NaN": (changed(fc__bias=torch.tensor([0.0, math.nan]).half()), r"1 tensor \(fc.bias\) with NaN"),
-    "meta": (changed(fc__weight=torch.ones(2, 4, device="meta")), r"\(fc.weight\) of the meta device"),
-    "zeros": ({name: torch.zeros_like(each) for name, each in STATE.items()}, "all weights are 0"),
     "int8": (changed(fc__weight=torch.ones(2, 4, dtype=torch.int8)), r"\(fc.weight\) of torch.int8"),
     "fp8": (changed(fc__weight=torch.ones(2, 4).to(torch.float8_e4m3fn)), r"\(fc.weight\) of torch.float8_e4m3fn"),
 }

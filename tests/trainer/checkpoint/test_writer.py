@@ -6,6 +6,7 @@ import logging
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint import writer
 from trainer.checkpoint.reader import load
-from trainer.checkpoint.store import Checkpoint
+from trainer.checkpoint.store import Checkpoint, CheckpointNotWritten
 from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
 from trainer.errors import NonFiniteError
 from trainer.hardware import CUDA
@@ -152,6 +153,36 @@ def test_a_bug_in_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     save(ours, 1, *job())
     with pytest.raises(ZeroDivisionError):
         ours.finish()
+
+
+class Others(World):
+    """This process is one of two, and notes what it tells the other, which has written its part."""
+
+    size = 2
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.told: list[Any] = []
+
+    def gather(self, value: Any) -> list[Any]:
+        self.told.append(value)
+        return [value, ({}, None)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("error", [OSError("full"), ValueError("a bug")])
+def test_a_rank_tells_the_others_of_any_error_and_nothing_is_left(
+    error: Exception, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for its part; of an error that nobody expects they would wait until the job times out."""
+    monkeypatch.setattr(checkpoint, "save_file", Mock(side_effect=error))
+    temporary = tmp_path / ".step-00000001.partial"
+    temporary.mkdir()  # as another rank has made it
+    snapshot = checkpoint.Snapshot(1, {"rng.safetensors": {}}, "", {})
+    with pytest.raises(ValueError if isinstance(error, ValueError) else CheckpointNotWritten):
+        checkpoint.write(tmp_path, snapshot, None, others := Others(rank))
+    assert others.told[-1] == (None, f"rank {rank}: {error}")
+    assert temporary.exists() == (rank == 1)  # rank 0 removes it
 
 
 class Masked(nn.Linear):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import random
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from tests.helpers import CPU, Arrays, context
 from trainer.data.contract import Batch, SampleId, fingerprint
 from trainer.data.evaluation import Evaluation, evaluation_samples
 from trainer.data.loader import Batching, DataOrder, Loader, OnDeviceLoader, PinnedLoader
+from trainer.data.user_dataset import UserDataset
 from trainer.errors import RunError, UserError
 from trainer.parallel.world import World
 from trainer.recipe import DataSource
@@ -280,6 +282,23 @@ def test_a_batch_that_does_not_divide_is_refused_with_sizes_that_do(
     for remedy in refused.value.remedies:
         key, _, size = remedy.partition("=")
         Batching(**{"batch_size": batch_size, "micro_batch_size": micro_batch_size} | {key: int(size)}, ranks=ranks)
+
+
+class Drawn:
+    """Samples that are drawn from the global generators."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(2), np.random.rand(), random.random()
+
+
+def test_opening_a_programs_data_leaves_the_global_generators_as_they_were() -> None:
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    UserDataset(Drawn(), None)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
 
 
 def test_the_fingerprint_differs_for_other_data() -> None:
