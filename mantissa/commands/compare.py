@@ -233,7 +233,7 @@ def _curve(options: argparse.Namespace, text: str) -> tuple[list[float], list[fl
         printed = last_number(options.step, line)
         step = step if printed is None or not math.isfinite(printed) else printed
         value = last_number(options.metric, line)
-        if step is not None and value is not None:
+        if step is not None and value is not None and math.isfinite(value):
             steps.append(step)
             losses.append(value)
     return steps, losses

@@ -118,6 +118,7 @@ def test_why_a_folder_cannot_be_loaded_is_said(
         (["tests/nothing"], "tests/nothing: there is no such folder"),
         (["/nowhere/model"], "/nowhere/model: there is no such folder"),
         (["path/to/model"], "path/to/model: there is no such folder"),
+        (["~/model"], "{home}/model: there is no such folder"),
         (["nobody/nothing"], "nobody/nothing cannot be loaded: We couldn't connect"),
         (["{empty}"], ": there is no config.json in this folder; give one"),
         (["{outputs}"], ": there is no config.json in this folder; give {outputs}/checkpoint-10"),
@@ -151,6 +152,8 @@ def test_a_mistake_is_a_sentence(
     folders["file"] = tmp_path / "model.gguf"
     folders["file"].touch()
     (tmp_path / "tests").mkdir()
+    folders["home"] = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(folders["home"]))
     monkeypatch.chdir(tmp_path)
     hf.Wav2Vec2Config().save_pretrained(folders["speech"])
     hf.WhisperConfig(architectures=["WhisperForConditionalGeneration"]).save_pretrained(folders["half"])
