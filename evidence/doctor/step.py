@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from mantissa.errors import FormatError
@@ -21,7 +20,6 @@ from mantissa.step.step import Batch, Remedies, Step
 from mantissa.step.updates import UpdateMeter
 from mantissa.tensors import random_state, set_random_state
 from trainer.config.command_line import as_typed
-from trainer.config.registration import yaml_files
 from trainer.config.schema import Config
 from trainer.config.settle import Settled
 from trainer.data.loader import DataOrder, to_device
@@ -75,20 +73,6 @@ class Overrides(Remedies):
 
     def rate(self, factor: float) -> Typed:
         return Typed(f"optimizer.lr={self._optimizer.lr * factor:.6g}")
-
-    def default(self, optimizer: torch.optim.Optimizer, name: str) -> Any:
-        """Return the value of the choice of ``optimizer`` with this class; else that of the class."""
-        for file in yaml_files("optimizer").values():
-            choice: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(file))  # type: ignore[assignment]
-            value = {**choice, **(choice.get("options") or {})}.get(name)
-            if choice.get("name") == self._optimizer.name and value is not None:
-                return tuple(value) if isinstance(value, list) else value
-        return super().default(optimizer, name)
-
-    def option(self, name: str, value: Any) -> Typed:
-        key = f"optimizer.{name}" if name in vars(self._optimizer) else f"optimizer.options.{name}"
-        text = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
-        return Typed(shlex.quote(f"{key}={text}"))
 
     def scale(self, value: float) -> Typed:
         return Typed(f"scaler=dynamic scaler.init={value:.10g}")
@@ -223,7 +207,8 @@ class _Eager(Trainer):
                 elif isinstance(value, Tensor):
                     value = value.clone()
                 self.optimizer.state[parameter][key] = value
-        step.change_optimizer(self.optimizer.param_groups, LR_FACTOR)
+        for group in self.optimizer.param_groups:
+            group[LR_FACTOR] = group[LR_FACTOR] * step.lr_factor
 
     def end_step(self, scale: float, correction: float, meter: UpdateMeter | None) -> None:
         """Take the optimizer's step with the gradients that backward left, and count it."""

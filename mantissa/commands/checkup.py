@@ -29,8 +29,7 @@ MAPPINGS = {
     IMAGES: "IMAGE_CLASSIFICATION",
 }
 """Tasks that models are trained for here: transformers' names in ``AutoModelFor…`` and ``MODEL_FOR_…_MAPPING``."""
-_POINTER = b"version https://git-lfs"
-"""How files begin that Git LFS leaves until it gets theirs."""
+_WANTED = "give a folder that save_pretrained wrote, with weights for torch, or a name on the Hugging Face Hub"
 
 
 def load(source: str, attention: str | None = None) -> tuple[Any, str]:
@@ -47,15 +46,12 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
         import transformers
     except ModuleNotFoundError as error:
         raise UsageError("checkup needs transformers, which is not installed; pip install transformers") from error
-    path = Path(source)
-    is_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or ("/" in source and path.parent.is_dir())
+    path = Path(source).expanduser()
+    source = str(path) if source.startswith("~") else source
+    is_path = source.startswith((".", "/")) or source.count("/") > 1 or ("/" in source and path.parent.is_dir())
     if (is_path or path.exists()) and not (path / "config.json").exists():
         what = "there is no config.json in this folder" if path.is_dir() else "there is no such folder"
-        saved = max(path.glob("checkpoint-*/config.json"), key=lambda file: (len(file.parent.name), file), default=None)
-        wanted = saved.parent if saved else "one that save_pretrained wrote"
-        if (path / "adapter_config.json").exists():
-            wanted = "its model with this adapter of peft merged into it, as merge_and_unload returns it"
-        raise UsageError(f"{source}: {what}; give {wanted}")
+        raise UsageError(f"{source}: {what}; {_WANTED}")
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
         mappings = {task: getattr(transformers, f"MODEL_FOR_{name}_MAPPING") for task, name in MAPPINGS.items()}
@@ -79,20 +75,8 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
         raise
     except Exception as error:  # of any kind: absent, unreachable, of unknown type, damaged
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if path.is_dir() and not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
-            why += "; give a folder that save_pretrained wrote, with weights for torch"
-        if pointers := [file.name for file in sorted(path.glob("*")) if file.is_file() and _is_pointer(file)]:
-            why = f"{pointers[0]} is a pointer of Git LFS in the place of the file; get that with git lfs pull"
-        best = path / "best" / "config.json"  # of a run
-        if best.exists() and '"model_type"' in best.read_text():
-            why = f"it is the folder of a run; give {best.parent}"
-        raise UsageError(f"{source} cannot be loaded: {why}") from error
+        raise UsageError(f"{source} cannot be loaded: {why}; {_WANTED}") from error
     return model.to("cuda" if torch.cuda.is_available() else "cpu").train(), task
-
-
-def _is_pointer(file: Path) -> bool:
-    with file.open("rb") as opened:
-        return opened.read(len(_POINTER)) == _POINTER
 
 
 def _tokenizer(source: str) -> Any:

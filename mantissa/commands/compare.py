@@ -42,9 +42,6 @@ _NUMBER = r"[-+]?(?:(?:nan|inf(?:inity)?|null|none|n/a)(?!\w)|(?:\d+\.?\d*|\.\d+
 """A number as programs print it, or what they print for one that is not finite, or for none."""
 _RUNS_ON = re.compile(r"[^\W\d]|#|[.,:'’\u00a0\u2007\u2009\u202f]\d| ?[×*·] ?10")
 """What makes a number ambiguous when it follows directly: ``1,234``, ``1.2.3``, ``1:30``, ``12_345``, ``1.2k``."""
-_CONTROL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\].*?(?:\x07|\x1b\\))")
-"""Colours, movements of the cursor, and links of terminals."""
-_OTHER_RANK = re.compile(r"\[(?:rank|default)[1-9]")  # as torchrun marks the lines of all ranks but the first
 
 
 def main(arguments: list[str]) -> int:
@@ -233,7 +230,7 @@ def _curve(options: argparse.Namespace, text: str) -> tuple[list[float], list[fl
         printed = last_number(options.step, line)
         step = step if printed is None or not math.isfinite(printed) else printed
         value = last_number(options.metric, line)
-        if step is not None and value is not None:
+        if step is not None and value is not None and math.isfinite(value):
             steps.append(step)
             losses.append(value)
     return steps, losses
@@ -242,22 +239,18 @@ def _curve(options: argparse.Namespace, text: str) -> tuple[list[float], list[fl
 def last_number(before: str, printed: str) -> float | None:
     """Return the number that a program printed last after a text; None: it printed none there.
 
-    Between the two may be spaces, ``:``, ``=``, quotes and the lines of a table. ``loss`` is not found in ``aux_loss``.
-    What is printed for no number, such as null, is a nan.
+    Between the two may be spaces, ``:``, ``=`` and quotes. ``loss`` is not found in ``aux_loss``. What is printed for
+    no number, such as null, is a nan.
 
     Raises:
         UsageError: the number can be read in two ways.
     """
-    # What follows a movement of the cursor stands elsewhere; colours and links are between a text and its number.
-    printed = _CONTROL.sub(lambda code: "\n" if code[0][1] == "[" and code[0][-1] in "ABCDEFGHf" else "", printed)
-    printed = re.sub(r"\r?\n|[\r\b]+", "\n", printed).replace("\u2212", "-")
     text = r"[ \t]+".join(map(re.escape, before.split()))
-    whole = rf"(?:(?<![\w/.-])|(?!\w)){text}(?:(?<!\w)|(?![\w.+-]))[ \t:=\"'│]*((?i:{_NUMBER}))"
+    whole = rf"(?:(?<![\w/.-])|(?!\w)){text}(?:(?<!\w)|(?![\w.+-]))[ \t:=\"']*((?i:{_NUMBER}))"
     numbers = list(re.finditer(whole, printed))
-    of_first = [match for match in numbers if not _OTHER_RANK.match(printed, printed.rfind("\n", 0, match.start()) + 1)]
     if not numbers:
         return None
-    last = (of_first or numbers)[-1]
+    last = numbers[-1]
     if _RUNS_ON.match(printed, last.end()):
         shown = printed[last.start() : last.end()] + printed[last.end() :].split()[0]
         raise UsageError(f"{shown!r} can be read in two ways; print digits and a decimal point, and a space after them")

@@ -63,9 +63,12 @@ class Budget:
         """Return whether there is time for more of a part; it is left out from here on where there is not."""
         if self.left() > 0:
             return True
-        if (out := f"{part} ({self._no_time})") not in self.left_out:
-            self.left_out.append(out)
+        self._leave_out(part, self._no_time)
         return False
+
+    def _leave_out(self, part: str, why: str) -> None:
+        if (out := f"{part} ({why})") not in self.left_out:  # of a part that is run again, such as for each cure
+            self.left_out.append(out)
 
     def run(self, part: str, make: Callable[[], Result], always: bool = False) -> Result | None:
         """Return what a part makes; None where it is left out, or fails.
@@ -89,10 +92,10 @@ class Budget:
             if is_out_of_memory(error):
                 if always:
                     raise
-                self.left_out.append(f"{part} (out of memory)")
+                self._leave_out(part, "out of memory")
             elif cannot_compute(error):
                 known = isinstance(error, FormatError | UsageError | LeftOutError)
-                self.left_out.append(f"{part} ({error if known else described(error)})")
+                self._leave_out(part, str(error) if known else described(error))
             else:
                 self.crashes[part] = traceback.format_exc()
             return None

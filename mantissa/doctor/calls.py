@@ -264,12 +264,9 @@ def as_called(replay: Replay, call: Call) -> Iterator[None]:
     """Return what the call ran in: the format's autocast or the call's own, and inside of fp32 modules or not."""
     dtype = call.autocast if replay.format.half is not None else None
     autocast = torch.autocast(replay.step.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
-    islands.entered = call.in_fp32_module
-    try:
-        with replay.around(), replay.built.autocast(), autocast, without_dropout(recomputes=False):
-            yield
-    finally:
-        islands.entered = False
+    inside = patch.object(islands, "entered", call.in_fp32_module)
+    with inside, replay.around(), replay.built.autocast(), autocast, without_dropout(recomputes=False):
+        yield
 
 
 @contextmanager

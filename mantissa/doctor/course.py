@@ -177,7 +177,6 @@ class Course:
             cure.data,
             cure.results,
             changed.lr_factor,
-            str(changed.options),
             changed.loss_factor,
             bool(changed.moments),
             id(changed.weights),

@@ -245,9 +245,10 @@ def diagnose(
     if SWEEP in checks or not taken.finite:
         _sweep(result)
     # Formats are not at fault where fp32 explodes from the same start.
+    exploding: list[Fault] = []
     if result.faults or taken.history or (taken.start is not None and taken.finished):
-        _follow(result)
-    result.faults = [fault if fault.held else _tried(fault) for fault in result.faults]
+        exploding = _follow(result)
+    result.faults = [*exploding, *map(_tried, result.faults)]
 
     made = {SWEEP, ISLANDS}
     # What a step can hide that is finite. The cures that a check knows are tried at once: what follows may need one.
@@ -285,15 +286,15 @@ def _sweep(result: Diagnosis) -> None:
         result.faults.append(Fault(trial, sweep.half))
 
 
-def _follow(result: Diagnosis) -> None:
-    """Train on in fp32 from where the run left its course: what explodes there, too, is the first fault.
+def _follow(result: Diagnosis) -> list[Fault]:
+    """Train on in fp32 from where the run left its course: return what explodes there, too, which is the first fault.
 
     Where its cure does not suffice in the run's format, those of the other faults are tried together with it.
     """
     course, budget = result.course, result.budget
     finding = budget.run("training in fp32", course.explosion)
     if finding is None:
-        return
+        return []
     fault = Fault(Trial(finding, frozenset(), lambda other: Examined(), course.start, course, budget), half=False)
     if course.start.format.number is FP32 and budget.left() <= 0:  # then what the reference has shown is enough
         about = f"trained in {dtype_name(course.start.exact_dtype)} alone; no time was left"
@@ -305,7 +306,8 @@ def _follow(result: Diagnosis) -> None:
         result.beside = finding.candidates[0]
         result.course = Course(result.beside.step, budget)
         others = [replace(other, trial=replace(other.trial, course=result.course)) for other in others]
-    result.faults = [fault, *others]
+    result.faults = others
+    return [fault]
 
 
 def _combine(result: Diagnosis) -> None:

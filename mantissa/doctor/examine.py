@@ -127,43 +127,16 @@ def examine(
         FormatError: the model cannot be copied.
     """
     # Everything that cannot work is refused before anything is copied.
-    a_batch = isinstance(batches, Mapping | Tensor)
-    of_batches = "an iterable of batches, such as a DataLoader or [batch]"
-    check_model(model)
-    check_type("loss", loss, callable(loss), "a function, called as loss(model, batch)")
-    check_type("batches", batches, isinstance(batches, Iterable) and not a_batch, of_batches)
-    check_type("precision", precision, isinstance(precision, str | torch.dtype), f"one of {', '.join(PRECISIONS)}")
-    check_type("optimizer", optimizer, optimizer is None or hasattr(optimizer, "param_groups"), "an optimizer")
-    if (precision := format_name(precision)) not in PRECISIONS:
-        raise UsageError(f"precision={precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
-    if FORMATS[precision].autocast and all(weight.dtype == torch.float64 for weight in model.parameters()):
-        raise UsageError("the model is float64, which no autocast lowers; call model.float(), and give it such batches")
-    check_number("accumulate", accumulate, 1)
-    check_number("time_budget_s", time_budget_s, 60.0)
-    check_number("scale", 1.0 if scale is None else scale, 65536.0)
-    checks = names_in("checks", checks)
-    if unknown := [check for check in checks if check not in CHECKS]:
-        raise UsageError(f"checks={unknown} are unknown; use some of {', '.join(CHECKS)}")
-    batches = list(islice(batches, accumulate * MOST_STEPS))
-    kinds = {(batch.dtype, batch.ndim) for batch in batches if isinstance(batch, Tensor)}
-    if len(kinds) > 1:  # such as inputs and labels
-        raise UsageError("batches has tensors of several dtypes or dimensions, so it is one batch; give [batch]")
-    if len(batches) < accumulate:
-        raise UsageError(f"accumulate={accumulate}, and batches has {len(batches)}; give at least one step's batches")
-    if optimizer is not None:
-        known = {id(parameter) for parameter in model.parameters()}
-        if not any(id(weight) in known for weight in changed_by(optimizer)):
-            raise UsageError("the optimizer has no parameter of this model; make it after the model is moved or cast")
-        optimizer = innermost(optimizer)
-
-    # A copy of all that the step starts from.
-    before = random_state(next(model.parameters()).device)
-    step = LoopStep.copied(
-        model, loss, batches, FORMATS[precision], optimizer, scale, fixed_scale, accumulate, number, generators
-    )
-    if optimizer is None:
-        checks = [check for check in checks if check not in ("updates", "state")]
+    precision, checks = _usable(model, loss, batches, precision, optimizer, scale, accumulate, checks, time_budget_s)
+    device = next(model.parameters()).device
+    before = random_state(device)  # to make a batch may draw, too
     try:
+        # A copy of all that the step starts from.
+        flat, format = _pulled(batches, accumulate), FORMATS[precision]
+        inner = None if optimizer is None else innermost(optimizer)
+        step = LoopStep.copied(
+            model, loss, flat, format, inner, scale, fixed_scale, accumulate, number, generators or before
+        )
         with torch.enable_grad():
             say("step")
             # What failed at a known loss scale is taken there: its scaler would go on to a lower one.
@@ -180,9 +153,61 @@ def examine(
                 entered = "the loss or the model enters autocast itself"
                 note = f"{entered}: precision={name!r} is examined, with no autocast around it"
                 taken = replace(taken, notes=[*taken.notes, note])
-            return Report(diagnose(replace(taken, failed=failed), tuple(checks), time_budget_s, say=say))
+            return Report(diagnose(replace(taken, failed=failed), checks, time_budget_s, say=say))
     finally:
-        set_random_state(before, step.device)
+        set_random_state(before, device)
+
+
+def _usable(
+    model: nn.Module,
+    loss: Loss,
+    batches: Iterable[Any],
+    precision: str | torch.dtype,
+    optimizer: torch.optim.Optimizer | None,
+    scale: float | None,
+    accumulate: int,
+    checks: Sequence[str],
+    time_budget_s: float,
+) -> tuple[str, tuple[str, ...]]:
+    """Refuse, by a ``UsageError``, arguments that cannot work; return the format's name, and the checks to make."""
+    a_batch = isinstance(batches, Mapping | Tensor)
+    of_batches = "an iterable of batches, such as a DataLoader or [batch]"
+    check_model(model)
+    check_type("loss", loss, callable(loss), "a function, called as loss(model, batch)")
+    check_type("batches", batches, isinstance(batches, Iterable) and not a_batch, of_batches)
+    check_type("precision", precision, isinstance(precision, str | torch.dtype), f"one of {', '.join(PRECISIONS)}")
+    check_type("optimizer", optimizer, optimizer is None or hasattr(optimizer, "param_groups"), "an optimizer")
+    if (name := format_name(precision)) not in PRECISIONS:
+        raise UsageError(f"precision={name!r} is unknown; use one of {', '.join(PRECISIONS)}")
+    if FORMATS[name].autocast and all(weight.dtype == torch.float64 for weight in model.parameters()):
+        raise UsageError("the model is float64, which no autocast lowers; call model.float(), and give it such batches")
+    check_number("accumulate", accumulate, 1)
+    check_number("time_budget_s", time_budget_s, 60.0)
+    check_number("scale", 1.0 if scale is None else scale, 65536.0)
+    checks = names_in("checks", checks)
+    if unknown := [check for check in checks if check not in CHECKS]:
+        raise UsageError(f"checks={unknown} are unknown; use some of {', '.join(CHECKS)}")
+    if optimizer is None:
+        return name, tuple(check for check in checks if check not in ("updates", "state"))
+    known = {id(parameter) for parameter in model.parameters()}
+    if not any(id(weight) in known for weight in changed_by(optimizer)):
+        raise UsageError("the optimizer has no parameter of this model; make it after the model is moved or cast")
+    return name, tuple(checks)
+
+
+def _pulled(batches: Iterable[Any], accumulate: int) -> list[Any]:
+    """Return the batches of the step and of those after it, as far as they are needed.
+
+    Raises:
+        UsageError: there are too few, or they are the tensors of one batch.
+    """
+    taken = list(islice(batches, accumulate * MOST_STEPS))
+    kinds = {(batch.dtype, batch.ndim) for batch in taken if isinstance(batch, Tensor)}
+    if len(kinds) > 1:  # such as inputs and labels
+        raise UsageError("batches has tensors of several dtypes or dimensions, so it is one batch; give [batch]")
+    if len(taken) < accumulate:
+        raise UsageError(f"accumulate={accumulate}, and batches has {len(taken)}; give at least one step's batches")
+    return taken
 
 
 def _check_loss(step: Step) -> None:

@@ -1,18 +1,16 @@
-"""Why training explodes, or learns nothing, in fp32 as well: the data, the loss, the optimizer, or its rate."""
+"""Why training explodes, or learns nothing, in fp32 as well: the data, the loss, the optimizer's state, or its rate."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mantissa.display import dtype_name
-from mantissa.doctor.finding import INPUT, MOMENT, OPTION, RATE, SCALE, UNDERFLOW, UPDATE, Cure, Finding
+from mantissa.doctor.finding import INPUT, MOMENT, RATE, SCALE, UNDERFLOW, UPDATE, Cure, Finding
 from mantissa.doctor.outliers import find_outlier, without_outliers
 from mantissa.formats import FP32
 from mantissa.step.step import Batch, Replay, Step
@@ -31,8 +29,6 @@ weights that stand still, though it comes back, needs a cause: then any more is 
 _FACTOR, _TINY = 16.0, 1e-3
 """From the first on a constant factor of the loss is tried as the cause; gradients below the second one, as a share of
 the optimizer's eps, move no weight."""
-_MORE = 1.5
-"""How many times as much a lower rate has to let it learn as the default of an option does, to be the cause instead."""
 SEARCH = "lower learning rates and other changes in fp32"
 """What is left out where there is no time to try them."""
 _RATES = tuple(10.0**-power for power in range(1, 9))
@@ -78,7 +74,7 @@ def explosion(
     last = f"{exact[-1]:.4g}{peak}" if not len(broken) else f"not finite at step {step.number + int(broken[0])}"
     went = f"in {dtype_name(step.exact_dtype)} the loss goes from {exact[0]:.4g} to {last} in {len(exact)} steps"
 
-    # The first change after which it learns names the cause; of options and rates that after which it learns the most.
+    # The first change after which it learns names the cause; of rates that after which it learns the most.
     best: Finding | None = None
     rises, most = False, share
     for cause in _causes(step, batches, grows):
@@ -88,11 +84,9 @@ def explosion(
         losses = _without(cause, step, batches)
         least = 0.0 if grows or cause.kind == UNDERFLOW else max(clear, as_much)
         learned = -math.inf if explodes(losses, still) else _learned(losses, still)
-        # A lower rate hides what an option does, for some steps.
-        more = most * _MORE if best is not None and (best.kind, cause.kind) == (OPTION, RATE) else most
-        if learned > max(least, more if cause.kind in (OPTION, RATE) else least):
+        if learned > max(least, most if cause.kind == RATE else least):
             best, most = replace(cause, detail=f"{went}, and to {losses[-1]:.4g} {cause.detail}"), learned
-            if cause.kind not in (OPTION, RATE):
+            if cause.kind != RATE:
                 return best
         elif cause.kind == RATE and 0 < learned < most:  # lower ones learn less still
             break
@@ -126,31 +120,10 @@ def _causes(step: Step, batches: list[list[Batch]], grows: bool) -> Iterator[Fin
     # A factor of the loss.
     yield from _factors(step, grows)
 
-    # Options of the optimizer that are not its defaults.
-    for name, given, default in _options(step):
-        cure = _cure(step.remedies.option(name, default), step.with_option(name, given, default))
-        yield _cause(OPTION, f"with the optimizer's default, {name}={default}", cure)
-
     # The learning rate.
     for rate in _RATES:
         cure = _cure(step.remedies.rate(rate), step.at_rate(rate))
         yield _cause(RATE, f"with {rate:g} times the learning rate", cure)
-
-
-def _options(step: Step) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the numbers that the optimizer is given in the place of its defaults: name, value and default."""
-    optimizer = step.reference().optimizer
-    known = inspect.signature(type(optimizer)).parameters
-    given = {
-        (name, value): None
-        for group in optimizer.param_groups
-        for name, value in group.items()
-        if name in known and name != "lr" and isinstance(value, float | tuple)
-    }
-    for name, value in given:
-        default = step.remedies.default(optimizer, name)
-        if isinstance(default, int | float | tuple) and value not in (0, default):
-            yield name, value, default
 
 
 def _factors(step: Step, grows: bool) -> Iterator[Finding]:

@@ -35,9 +35,6 @@ MOMENT = kind("optimizer state", "What the optimizer kept of earlier steps spoil
 DIFFERENCE = kind("difference", "The compiled model gives other results than the eager one.")
 EXCEPTION = kind("exception", "The step cannot be computed in this format.")
 RATE = kind("learning rate", "The updates are too large: fp32 goes wrong as well, and learns at a lower rate.")
-OPTION = kind(
-    "optimizer option", "An option of the optimizer lets the loss grow, in fp32 as well, and its default does not."
-)
 NO_PROGRESS = kind(
     "no progress", "The recorded loss of the run did not fall, or rose again, and no other cause was found."
 )

@@ -145,7 +145,8 @@ def local_errors(step: Step) -> Examined:
     for call in calls:
         of_call: list[LocalError] = []
         try:
-            of_call = _Comparison(low, reference, call).rows()
+            for row in _Comparison(low, reference, call).rows():
+                of_call.append(row)  # those before an error stay
         except Exception as error:  # a module that routes by values, or counts its calls, cannot be called alone
             call.skipped = f"it cannot be called alone ({described(error)})"
         if call.skipped:
@@ -234,11 +235,11 @@ class _Comparison:
         if scaled is not None or self._number.scaled:
             self._number = scaled or BF16
 
-    def rows(self) -> list[LocalError]:
-        """Return the errors of what it computes, and of the gradients; leave the input gradients in the call."""
+    def rows(self) -> Iterator[LocalError]:
+        """Yield the errors of what it computes, and of the gradients; leave the input gradients in the call."""
         call = self._call
         if call.skipped:
-            return []
+            return
 
         # In the reference, which also says what gradients the calls inside of it get.
         sources = [value.tensor for value in self._sources]
@@ -246,7 +247,7 @@ class _Comparison:
         for number, value in enumerate(call.given.values):
             value.gradient = exact.gradients.get(f"input {number}")
         if not call.computes:
-            return []
+            return
 
         # In the low precision, then rounded as that says. In fp16 at the scale that holds most of the gradients.
         exponents = _GRADIENT_SCALES if self._number is FP16 else (0,)
@@ -260,7 +261,9 @@ class _Comparison:
             scale = self._scale(exponent)
             other = self._rows(exact, changed, self._low(scale), scale)
             rows = [min(pair, key=lambda row: row.e / row.bound) for pair in zip(rows, other, strict=True)]
-        return rows + (self._lost() if self._number.scaled else [])
+        yield from rows
+        if self._number.scaled:
+            yield from self._lost()
 
     def _lost(self) -> list[LocalError]:
         """Return the share of each operand that a scaled layer loses, as it is seen beside an identity matrix."""

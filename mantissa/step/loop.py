@@ -212,7 +212,8 @@ class LoopModel:
     def stand_before(self, step: Step) -> None:
         if not step.moments:
             _begin_anew(self.optimizer)
-        step.change_optimizer(self.optimizer.param_groups)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] * step.lr_factor
 
     def end_step(self, scale: float, correction: float, meter: UpdateMeter | None) -> None:
         if scale != 1:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -55,7 +54,6 @@ _CHANGES = (
     "unhooked",
     "loss_factor",
     "lr_factor",
-    "options",
     "compiles",
 )
 """Fields of a step that say what is changed about it."""
@@ -103,14 +101,6 @@ class Remedies:
     def rate(self, factor: float) -> str:
         """Return how the learning rate is multiplied."""
         return f"a learning rate of {factor:g} times the present one"
-
-    def option(self, name: str, value: Any) -> str:
-        """Return how an option of the optimizer is set."""
-        return f"{name}={value} in the optimizer"
-
-    def default(self, optimizer: torch.optim.Optimizer, name: str) -> Any:
-        """Return the value that an option of an optimizer has where none is given: here that of its class."""
-        return inspect.signature(type(optimizer)).parameters[name].default
 
 
 class Built(Protocol):
@@ -197,8 +187,6 @@ class Step(Protocol):
     """Factor of the loss."""
     lr_factor: float = 1.0
     """Factor of the learning rates."""
-    options: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
-    """Options of the optimizer that are others, by name: what they were, in some groups of it, and what they are."""
 
     # What is known of its loop.
     remedies: Remedies = field(default_factory=Remedies)
@@ -317,18 +305,6 @@ class Step(Protocol):
     def at_rate(self, factor: float) -> Self:
         """Return this step with learning rates times a factor."""
         return replace(self, lr_factor=self.lr_factor * factor)
-
-    def with_option(self, name: str, before: Any, now: Any) -> Self:
-        """Return this step with another value of an option of its optimizer, in the groups that have that one."""
-        return replace(self, options={**self.options, name: (before, now)})
-
-    def change_optimizer(self, groups: Iterable[dict[str, Any]], rate: str = "lr") -> None:
-        """Change an optimizer's groups, as it stands before this step; ``rate`` is the key of a factor of its rates."""
-        for group in groups:
-            group[rate] = group[rate] * self.lr_factor
-            for name, (before, now) in self.options.items():
-                if group[name] == before:
-                    group[name] = now
 
     def with_loss_times(self, factor: float) -> Self:
         """Return this step with its loss times a factor."""

@@ -84,7 +84,7 @@ def precision_gate(
 
     comparison = Comparison(dict.fromkeys(arms, "train(…)"), "loss", margin, higher_is_better)
     store = Store()  # a gate measures anew each time
-    for count in (seeds, max(seeds, max_seeds or 4 * seeds)):
+    for count in dict.fromkeys((seeds, max_seeds or 4 * seeds)):
         comparison.run(range(count), run, store)
         if {quality.verdict for quality in comparison.verdicts.values()} - {"", EQUIVALENT} != {INCONCLUSIVE}:
             break  # more seeds would decide nothing, or change nothing

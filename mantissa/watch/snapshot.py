@@ -100,14 +100,14 @@ class Snapshot:
     def given_back(self, build: Callable[[], nn.Module] | None) -> Iterator[nn.Module]:
         """Give the model its weights and buffers from before the step for a while, and yield it, whole on each rank.
 
+        Without a copy of the weights these are those of now: then the host learns of a bad step before its update.
+
         Args:
             build: returns the model as before FSDP2 sharded it.
 
         Raises:
-            FormatError: they are gone, or the model is sharded and there is no ``build``.
+            FormatError: the model is sharded, and there is no ``build``.
         """
-        if self.device.type != "cpu" and not self.later:
-            raise FormatError("the weights before it are gone; keep them with Watch(keep_weights=True)")
         kept = self._weights + self._buffers
         # accelerate puts a forward of its own into the module, which enters autocast: the replay has to enter its own
         patched = vars(self._model).pop("forward", None) if hasattr(self._model, "_original_forward") else None

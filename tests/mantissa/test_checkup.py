@@ -1,4 +1,4 @@
-"""``python -m mantissa checkup`` on tiny models of a dozen families, with weights as large as published ones."""
+"""``python -m mantissa checkup`` on tiny models of some families, with weights as large as published ones."""
 
 from __future__ import annotations
 
@@ -88,17 +88,11 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def pointer(file: Path) -> None:
-    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-
-
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (cut, "cannot be loaded: Error while deserializing header"),
         (lambda file: file.rename(file.with_name("tf_model.h5")), "wrote, with weights for torch"),
-        (pointer, "model.safetensors is a pointer of Git LFS"),
-        (lambda file: pointer(file.with_name("config.json")), "config.json is a pointer of Git LFS"),
     ],
 )
 def test_why_a_folder_cannot_be_loaded_is_said(
@@ -118,11 +112,9 @@ def test_why_a_folder_cannot_be_loaded_is_said(
         (["tests/nothing"], "tests/nothing: there is no such folder"),
         (["/nowhere/model"], "/nowhere/model: there is no such folder"),
         (["path/to/model"], "path/to/model: there is no such folder"),
+        (["~/model"], "{home}/model: there is no such folder"),
         (["nobody/nothing"], "nobody/nothing cannot be loaded: We couldn't connect"),
-        (["{empty}"], ": there is no config.json in this folder; give one"),
-        (["{outputs}"], ": there is no config.json in this folder; give {outputs}/checkpoint-10"),
-        (["{adapter}"], "give its model with this adapter of peft merged into it"),
-        (["{run}"], "run cannot be loaded: it is the folder of a run; give {run}/best"),
+        (["{empty}"], ": there is no config.json in this folder; give a folder that save_pretrained wrote"),
         (["{speech}"], "a model of type wav2vec2 is no language model"),
         (["{half}"], "WhisperForConditionalGeneration is no language model"),  # of which only a decoder would be loaded
         (["{empty}", "--precision", "fp16,quarter"], "--precision quarter is unknown; use some of fp32,"),
@@ -138,19 +130,13 @@ def test_a_mistake_is_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    folders = {name: tmp_path / name for name in ("empty", "speech", "half", "adapter")}
+    folders = {name: tmp_path / name for name in ("empty", "speech", "half")}
     folders["empty"].mkdir()
-    folders["adapter"].mkdir()
-    (folders["adapter"] / "adapter_config.json").write_text("{}")
-    folders["run"] = tmp_path / "run"
-    hf.GPT2Config().save_pretrained(folders["run"] / "best")
-    folders["outputs"] = tmp_path / "outputs"
-    for step in (5, 10):
-        hf.GPT2Config().save_pretrained(folders["outputs"] / f"checkpoint-{step}")
-    (folders["run"] / "config.json").write_text('{"recipe": "gpt2"}')
     folders["file"] = tmp_path / "model.gguf"
     folders["file"].touch()
     (tmp_path / "tests").mkdir()
+    folders["home"] = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(folders["home"]))
     monkeypatch.chdir(tmp_path)
     hf.Wav2Vec2Config().save_pretrained(folders["speech"])
     hf.WhisperConfig(architectures=["WhisperForConditionalGeneration"]).save_pretrained(folders["half"])

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -292,6 +292,20 @@ def test_arguments_that_cannot_work(change: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         mantissa.examine(**arguments)
     assert not isinstance(arguments["model"], Own) or all(each.grad is None for each in arguments["model"].parameters())
+
+
+def test_a_step_begins_with_the_random_numbers_of_before_its_batches_which_stay() -> None:
+    def batches() -> Iterator[Batch]:
+        while True:
+            yield {"x": torch.randn(16, 8), "y": torch.randn(16)}
+
+    model, before = Own(), torch.get_rng_state()
+    report = mantissa.examine(model, error, batches(), "fp32", checks=["manifest"])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(report.diagnosis.step.generators["torch"], before)
+    with pytest.raises(UsageError):
+        mantissa.examine(model, error, itertools.islice(batches(), 1), "fp32", accumulate=2)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_batches_may_have_no_end() -> None:

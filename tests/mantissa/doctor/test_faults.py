@@ -9,7 +9,7 @@ import pytest
 from mantissa.doctor import diagnosis
 from mantissa.doctor.checks import CHECKS
 from mantissa.doctor.diagnosis import FOUND
-from mantissa.doctor.finding import CRASH, DIFFERENCE, MEANINGS, NO_PROGRESS, OPTION
+from mantissa.doctor.finding import CRASH, DIFFERENCE, MEANINGS, NO_PROGRESS
 from tests.mantissa.doctor.faults import FAULTS
 from tests.mantissa.doctor.healthy import HEALTHY
 
@@ -44,7 +44,7 @@ def test_nothing_is_found_in_a_healthy_step(name: str, precision: str) -> None:
 
 
 def test_every_kind_of_fault_is_planted_and_in_the_docs() -> None:
-    elsewhere = {CRASH, DIFFERENCE, NO_PROGRESS, OPTION}  # see test_course.py, and the tests of scripts/doctor.py
+    elsewhere = {CRASH, DIFFERENCE, NO_PROGRESS}  # see test_course.py, and the tests of scripts/doctor.py
     assert {fault.kind for fault in FAULTS.values()} | elsewhere == set(MEANINGS)
     assert [name for name in MEANINGS if name not in first_column()] == [], f"add to the table of faults: {DOCS}"
 

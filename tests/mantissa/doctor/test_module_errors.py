@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mantissa.doctor.calls import as_called, record
 from mantissa.doctor.module_errors import local_errors, rounded
 from mantissa.formats import FP16, TF32
+from mantissa.step import islands
+from mantissa.step.trace import BACKWARD, FORWARD
 from tests.mantissa.doctor.faults import WIDTH, Computes, around, mean_square, step_of
 
 
@@ -67,6 +70,24 @@ def test_a_call_that_cannot_be_repeated_is_named() -> None:
     assert errors.findings == ()
     assert len(errors.left_out) == 1
     assert errors.left_out[0].startswith("errors of 1 (it cannot be called alone (RuntimeError: ")
+
+
+def test_a_layer_whose_shared_scales_cannot_be_told_apart_has_its_errors() -> None:
+    scaled: Any = type("MXFP8Linear", (nn.Linear,), {})  # torchao's, of a width that no 16 columns divide
+    errors = local_errors(step_of(lambda: nn.Sequential(nn.Linear(WIDTH, 8), scaled(8, WIDTH))))
+    assert {row.direction for row in errors.rows if row.module == "1"} == {FORWARD, BACKWARD}
+    assert errors.left_out[0].startswith("errors of 1 (it cannot be called alone (RuntimeError: ")
+
+
+def test_a_call_leaves_an_fp32_module_that_is_entered() -> None:
+    _, reference, (*_, call) = record(step_of(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH))))
+    islands.entered = True
+    try:
+        with as_called(reference, call):
+            assert not islands.entered
+        assert islands.entered
+    finally:
+        islands.entered = False
 
 
 def test_numbers_are_rounded_as_in_the_format() -> None:

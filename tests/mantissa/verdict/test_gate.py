@@ -65,6 +65,12 @@ def test_what_few_seeds_leave_open_more_decide_or_it_fails(tmp_path: Path) -> No
     assert mantissa.precision_gate(Train(spread=0.002), margin=0.02, report=tmp_path).looks[-1]["seeds"] == [0, 1, 2, 3]
 
 
+def test_no_more_seeds_are_no_second_look(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AssertionError, match="INCONCLUSIVE"):
+        mantissa.precision_gate(Train(spread=0.002), seeds=4, max_seeds=4, report=tmp_path)
+    assert len(capsys.readouterr().out.splitlines()) == 2 * 4
+
+
 def test_an_arm_that_diverges_is_worse_and_an_error_of_the_training_is_its_own(tmp_path: Path) -> None:
     train = Train()
     with pytest.raises(AssertionError, match="WORSE; 1 of 4 runs diverged where the baseline's did not"):

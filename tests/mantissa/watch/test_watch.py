@@ -21,6 +21,7 @@ from mantissa.formats import FORMATS
 from mantissa.tensors import innermost
 from mantissa.watch.meters import are_finite
 from mantissa.watch.passes import loss_in
+from mantissa.watch.snapshot import Snapshot
 from mantissa.watch.watch import UNREACHED
 from tests.mantissa.bits import same_bits
 
@@ -165,6 +166,14 @@ def test_a_bad_step_that_an_accelerator_reports_late_is_replayed_from_its_start(
     assert closes or training.net.norm.running_mean.isnan().any()
     assert training.net.head.weight.isnan().any()
     assert "input" not in training.said[-1].split("FOUND")[1]
+
+
+def test_weights_that_no_update_has_changed_need_no_copy_for_the_replay() -> None:
+    net = Net()
+    start = Snapshot(net, torch.optim.SGD(net.parameters()), later=False)
+    start.device = torch.device("cuda")
+    with start.given_back(None) as model:
+        assert model is net
 
 
 class Reads(TorchDispatchMode):
