@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
                 for row in MEASUREMENTS[name](bench):
                     print(row)
                     if options.repeats > 1 and (found := row.record()):
-                        print(f"      {results.keep(hardware, command, found)}")
+                        print(f"      {results.keep(results.here(hardware), command, found)}")
             except Exception as error:
                 failed[name] = f"{type(error).__name__}: {error}"
         print(f"  ({duration(time.monotonic() - began)})")

@@ -296,7 +296,11 @@ def measure(every: list[Stage], folder: Path, options: GpuOptions, hardware: Har
     """Run the stages that are wanted and fit; return what gpu.json holds, which is written after each."""
     until = time.monotonic() + options.seconds
     report = folder / "gpu.json"
-    whole: dict[str, Any] = {"hardware": hardware.name, "commit": results.origin()[0], "versions": versions()}
+    whole: dict[str, Any] = {
+        "hardware": hardware.name,
+        "commit": results.here(hardware).git.get("commit"),
+        "versions": versions(),
+    }
     before = read_json(report) if report.exists() else {}
     known = whole["stages"] = before["stages"] if whole.items() <= before.items() else {}
     if before and not known:
@@ -324,7 +328,7 @@ def measure(every: list[Stage], folder: Path, options: GpuOptions, hardware: Har
             write_text(report, json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
             if options.rehearse == "no" and passed("gate"):
                 measured = {name: one for each in known.values() for name, one in each.get("measured", {}).items()}
-                print(f"  {results.keep(hardware, 'benchmarks/gpu.sh', measured)}", flush=True)
+                print(f"  {results.keep(results.here(hardware), 'benchmarks/gpu.sh', measured)}", flush=True)
             pack(folder, options.out)
         except OSError as error:  # what is measured is printed, and the next stage may be worth more
             print(f"  not written: {error}", flush=True)

@@ -13,7 +13,7 @@ from textwrap import shorten
 from typing import Any
 
 from evidence.claims.claims import CONFIRMED, REFUTED, Claim, Criterion, load, names
-from evidence.runs import Runner, merge_overrides
+from evidence.runs import Runner, code_digest, merge_overrides
 from mantissa.verdict.judge import Ratio
 from mantissa.verdict.report import percent, times
 from mantissa.verdict.statistics import INCONCLUSIVE
@@ -122,8 +122,8 @@ def _check_overrides(claim: Claim, hardware: Hardware, given: list[str]) -> None
 
 
 def _folder(parent: Path, claim: Claim, given: list[str]) -> Path:
-    """Return the folder of a claim's runs: another one for other arms, another commit or another torch."""
-    parts = [claim.setups, claim.arms, claim.on_cuda, sorted(given), git_facts().get("commit"), versions()["torch"]]
+    """Return the folder of a claim's runs: another one for other arms, other code or another torch."""
+    parts = [claim.setups, claim.arms, claim.on_cuda, sorted(given), code_digest(), versions()["torch"]]
     return parent / f"{claim.id}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]}"
 
 
@@ -153,6 +153,7 @@ def test(claim: Claim, hardware: Hardware, given: list[str], runner: Runner) -> 
     command = " ".join(["python scripts/reproduce.py", f"claim={claim.id}", *(f"{key}=…" for key in claim.asks)])
     result = Result(verdict, _kept(rows), bool(failed))
     content = {"claim": claim.id, "verdict": verdict, "command": command, "rows": result.rows}
+    content |= {"hardware": hardware.facts(), "versions": versions(), "git": git_facts()}
     write_json(runner.folder / RESULT_FILE, content)
     return result
 

@@ -36,7 +36,7 @@ STAGES = [
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What was given to results/, call by call."""
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(results, "keep", lambda hardware, command, measured: calls.append(measured))
+    monkeypatch.setattr(results, "keep", lambda origin, command, measured: calls.append(measured))
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
     return calls
 

@@ -28,6 +28,7 @@ from mantissa.verdict.runs import Run
 from tests.helpers import trainer_of
 from trainer.errors import UserError
 from trainer.precision import scaled
+from trainer.recipe import Decision
 
 STACK = ("recipe=bignet", "recipe.layers=8", "recipe.width=16", "batch_size=4", "data.samples=64")
 GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64", "batch_size=2")
@@ -217,6 +218,15 @@ def test_a_planted_delicate_layer_is_found_and_the_command_continues(
 def test_nothing_is_lifted_where_nothing_is_delicate(tmp_path: Path, commands_in_this_process: None) -> None:
     result = searched(0, 0, tmp_path, *FAST)
     assert result.lifted is None
+
+
+def test_where_the_default_does_not_fit_all_runs_have_the_same_smaller_microbatch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evidence.memory.fits.fit", lambda settled, auto: Decision("micro_batch_size", 2, ""))
+    question = asked([f"recipe_path={PLANTED}", "recipe=delicate", "precision=nvfp4", f"output_dir={tmp_path}"])
+    assert "micro_batch_size=2" in question.common
+    assert question.base.micro_batch_size == 2
 
 
 def test_the_comparisons_are_compares_own_on_other_seeds(tmp_path: Path) -> None:
