@@ -400,7 +400,6 @@ diff log.csv log.csv | step=samples | step=samples is no column of numbers in lo
 diff outputs/ended runs/mine | step=samples | step=samples has no effect on runs, whose steps are known; leave it out
 diff outputs/ended runs/mine | repaly=false | ; set replay=false
 reproduce | claim=bignet_memroy | claim=bignet_memroy is not a claim
-reproduce | claim=bignet_memory all=true | claim=… and all=true exclude each other
 reproduce | claim=bignet_memory steps=3 | a claim's file fixes all other options
 reproduce | claim=shakespeare_cpu device=cpu | it needs data.path=…
 reproduce claim=bignet_memory | device=tpu | -
