@@ -70,6 +70,18 @@ def test_logs_are_aligned_by_step_whatever_their_rows(tmp_path: Path) -> None:
     assert names(compared(tmp_path, a, [row | {"loss": 7} for row in b]).first) == (3, ["loss"])
 
 
+def test_what_one_log_alone_has_is_said(tmp_path: Path) -> None:
+    a = [{"step": step, "loss": 1.0, "acc": 1.0} for step in (1, 2, 3)]
+    for b, words in (
+        (a[:2], "only in a: 1 step of 3"),
+        ([{"step": 1, "loss": 1.0}, *a[1:]], "only in a at step 1 or others: acc"),
+        ([{"step": row["step"], "loss": 1.0} for row in a], "only in a: acc"),
+    ):
+        found = compared(tmp_path, a, b)
+        assert (found.first, found.alone) == (None, True)
+        assert any(words in note for note in found.notes), found.notes
+
+
 def test_a_mean_over_other_steps_is_not_compared(tmp_path: Path) -> None:
     """Of a run with log_every=1 and one with log_every=2; both log step 1."""
     a = [{"step": step, "loss": float(step), "lr": 0.1} for step in (1, 2, 3, 4)]
