@@ -1,8 +1,8 @@
 """Measure the project's performance targets, as ratios from one run: ``python benchmarks/bench.py``.
 
   only=memory,precision   run only these measurements (default: all):
-                          precision, kernels, trainer, peers, nanogpt_steps, optimizers, memory, max_batch, startup,
-                          parallel, documented
+                          precision, kernels, trainer, peers, nanogpt_steps, optimizers, diagnostics, memory, max_batch,
+                          startup, parallel, documented
   repeats=5               repeats; the median is shown; with one repeat nothing is kept
   device=auto             as for train.py
   modes=fp16              precisions to measure although their matmuls are too slow here
@@ -37,6 +37,7 @@ MEASUREMENTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "peers": peers.peers,
     "nanogpt_steps": nanogpt.nanogpt_steps,
     "optimizers": ratios.optimizers,
+    "diagnostics": ratios.diagnostics,
     "memory": overhead.peak_memory,
     "max_batch": ratios.max_batch,
     "startup": ratios.startup,
@@ -79,7 +80,7 @@ def main(arguments: list[str]) -> int:
                 for row in MEASUREMENTS[name](bench):
                     print(row)
                     if options.repeats > 1 and (found := row.record()):
-                        print(f"      {results.keep(hardware, command, found)}")
+                        print(f"      {results.keep(results.here(hardware), command, found)}")
             except Exception as error:
                 failed[name] = f"{type(error).__name__}: {error}"
         print(f"  ({duration(time.monotonic() - began)})")

@@ -19,9 +19,10 @@ from torch import nn
 from benchmarks.jobs import BareLoop, Job, Workload, gpt2_job, resnet_job
 from benchmarks.rows import ENDLESS, Bench, Row, interleave, ratios
 from evidence.memory.max_batch import largest_micro_batch
-from evidence.stopwatch import steps_of, stopwatch
+from evidence.stopwatch import over, steps_of, stopwatch
 from mantissa.formats import BASIC
 from mantissa.verdict import shell
+from trainer.data.contract import Batch
 from trainer.errors import RunError, UserError
 from trainer.files import PROJECT
 from trainer.hardware import UNAVAILABLE, detect
@@ -126,6 +127,25 @@ def optimizers(bench: Bench) -> Iterator[Row]:
         yield Row(title.format(name), "x", ratios(times, name, "adamw"), job.line(f"optimizer={name}"))
 
 
+def diagnostics(bench: Bench) -> Iterator[Row]:
+    """Measure a step that ``diagnostics=numerics`` looks at beside one that it does not, in turns."""
+    options = ("recipe=gpt2", "recipe.size=nano", "data.tokenizer=bytes", "precision=nvfp4", "diagnostics=numerics")
+    job = Job("gpt2 nano nvfp4", options)
+    trainer = _trainer(bench, job, "diagnostics.every=2")
+    half, steps = trainer.precision.half, trainer.plan.steps
+    session = trainer.config.diagnostics.start(trainer.model, trainer.update, half, steps, trainer.world)
+
+    def take(microbatches: list[Batch]) -> None:
+        session.begin(trainer.step + 1)
+        trainer.train_step(microbatches)
+        list(session.collect())
+
+    block = stopwatch(over(trainer.batches(), take), trainer.device)
+    seconds = [block(1) for _ in range(2 + 2 * bench.repeats)][2:]
+    measured = [looked / plain for plain, looked in zip(seconds[::2], seconds[1::2], strict=True)]
+    yield Row(f"{job.name}, a step that diagnostics=numerics looks at / another", "x", measured, job.line())
+
+
 def parallel(bench: Bench) -> Iterator[Row]:
     """Measure Mantissa's DDP against torch's own in two processes."""
     hardware, name = bench.hardware, f"{PROCESSES} processes, Mantissa's DDP over torch's DDP written by hand"
@@ -140,9 +160,9 @@ def parallel(bench: Bench) -> Iterator[Row]:
     ended = shell.run(command, cwd=PROJECT, env=environment)
     if ended.code:
         raise RunError(f"{' '.join(command)} ended with status {ended.code}:\n{ended.output[-2000:]}")
-    over = [100 * (ratio - 1) for ratio in ratios(json.loads(file.read_text()), "mantissa", "bare")]
+    overhead = [100 * (ratio - 1) for ratio in ratios(json.loads(file.read_text()), "mantissa", "bare")]
     line = gpt2_job(hardware).line(*options).removeprefix("python ")
-    yield Row(name, "%", over, f"{torchrun} {line}; {STEPS} steps a repeat, alternating in the same processes", 3.0)
+    yield Row(name, "%", overhead, f"{torchrun} {line}; {STEPS} steps a repeat, alternating in the same processes", 3.0)
 
 
 class BareDDP(BareLoop):

@@ -17,6 +17,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from mantissa.verdict.statistics import EQUIVALENT
 from trainer.config.options import run
 from trainer.errors import UserError
 from trainer.files import PROJECT, read_json, write_text
-from trainer.hardware import Hardware, detect
+from trainer.hardware import Hardware
 from trainer.run.provenance import git_facts, versions
 
 RESULTS = PROJECT / "results"
@@ -35,45 +36,57 @@ Machines = dict[str, dict[str, dict[str, Any]]]
 """What was measured by its name, of each machine by its title."""
 
 
-def machine_name(hardware: Hardware) -> str:
-    """Return the name of this machine's file: the device's name; of a CPU also its bf16 instructions and cores."""
-    name = re.sub(r"\((r|tm)\)|cpu @.*", "", hardware.name.lower())
-    parts = [re.sub(r"[^a-z0-9]+", "-", name).strip("-") or "unknown"]
-    if not hardware.is_gpu:
-        instructions = {"amx_bf16": "amx", "avx512_bf16": "avx512-bf16"}
-        parts += [name for flag, name in instructions.items() if flag in hardware.cpu_flags][:1]
-        parts.append(f"{hardware.cpu_cores}-cores")
-    return "-".join(parts)
+@dataclass(frozen=True)
+class Origin:
+    """Where and when something was measured."""
+
+    hardware: dict[str, Any]
+    """See ``Hardware.facts``."""
+    versions: dict[str, Any]
+    git: dict[str, str]
+    """See ``git_facts``."""
+    date: str
+
+    @property
+    def machine(self) -> str:
+        """Name of the machine's file: the device's name; of a CPU also its bf16 instructions and cores."""
+        name = re.sub(r"\((r|tm)\)|cpu @.*", "", self.hardware["name"].lower())
+        parts = [re.sub(r"[^a-z0-9]+", "-", name).strip("-") or "unknown"]
+        if self.hardware["device"] == "cpu":
+            instructions = {"amx_bf16": "amx", "avx512_bf16": "avx512-bf16"}
+            parts += [name for flag, name in instructions.items() if flag in self.hardware["cpu_flags"]][:1]
+            parts.append(f"{self.hardware['cpu_cores']}-cores")
+        return "-".join(parts)
 
 
-def origin() -> tuple[str, bool]:
-    """Return the commit of this checkout, and whether it is that, unchanged; empty where neither git nor the user
-    knows.
-    """
-    if commit := os.environ.get("MANTISSA_COMMIT"):  # in a copy of the project without git
-        return commit, True
-    git = git_facts()
-    return git.get("commit", ""), git.get("dirty") == "false"
+def here(hardware: Hardware) -> Origin:
+    """Return the origin of what is measured now, by this checkout."""
+    # In a copy of the project without git the user names the commit.
+    git = {"commit": commit, "dirty": "false"} if (commit := os.environ.get("MANTISSA_COMMIT")) else git_facts()
+    return Origin(hardware.facts(), versions(), git, _date(datetime.datetime.now().timestamp()))
 
 
-def keep(hardware: Hardware, command: str, measured: dict[str, dict[str, Any]]) -> str:
+def _date(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).date().isoformat()
+
+
+def keep(origin: Origin, command: str, measured: dict[str, dict[str, Any]]) -> str:
     """Put measurements in the place of earlier ones of the same name; return what was done, in words.
 
     Args:
-        hardware: where they were measured.
+        origin: where they were measured.
         command: what measures them again.
-        measured: by name ``value``, ``low``, ``high`` and ``unit``; a comparison's loss also has a ``verdict``.
+        measured: by name ``value``, ``low``, ``high`` and ``unit``; a comparison's loss also has a ``verdict`` and the
+            ``margin`` that it is of.
     """
-    commit, clean = origin()
-    if not commit:
-        return "not kept: there is no git here; name the commit: MANTISSA_COMMIT=…"
-    if not clean:
-        return "not kept: commit your changes first, so that others can run what was measured"
-    path = RESULTS / f"{machine_name(hardware)}.json"
+    if not origin.git:
+        return "not kept: there was no git; name the commit: MANTISSA_COMMIT=…"
+    if origin.git["dirty"] != "false":
+        return "not kept: it was measured with uncommitted changes, which others cannot run; commit, and measure again"
+    path = RESULTS / f"{origin.machine}.json"
     kept = read_json(path)["measurements"] if path.exists() else {}
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    of_each = {"command": command, "date": today, "commit": commit}
-    found = {"machine": path.stem, "hardware": hardware.facts(), "versions": versions()}
+    of_each = {"command": command, "date": origin.date, "commit": origin.git["commit"]}
+    found = {"machine": path.stem, "hardware": origin.hardware, "versions": origin.versions}
     found["measurements"] = kept | {name: values | of_each for name, values in measured.items()}
     write_text(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     return f"kept in {path.relative_to(PROJECT)}"
@@ -84,23 +97,29 @@ def value(interval: dict[str, float], unit: str) -> dict[str, Any]:
     return {"value": interval["mean"], "low": interval["low"], "high": interval["high"], "unit": unit}
 
 
-def read_folder(folder: Path) -> tuple[str, dict[str, dict[str, Any]]]:
-    """Return the command that a folder is of, and what it measured. Raises UserError: it holds no such thing."""
-    if (path := folder / "claim.json").is_file():
-        claim = read_json(path)
-        return claim["command"], {f"{claim['claim']}: {row.pop('quantity')}": row for row in claim["rows"]}
-    if not (path := folder / "comparison.json").is_file():
+def read_folder(folder: Path) -> tuple[Origin, str, dict[str, dict[str, Any]]]:
+    """Return the origin and the command of a folder, and what it measured. Raises UserError: it holds no such thing."""
+    path = next((path for name in ("claim.json", "comparison.json") if (path := folder / name).is_file()), None)
+    if path is None:
         raise UserError(f"{folder} holds no finished comparison and no claim; name outputs/compare/NAME, for example")
-    comparison, measured = read_json(path), dict[str, dict[str, Any]]()
-    for arm in comparison["arms"]:
-        name = f"{comparison['name']}, {arm['label']} / {comparison['baseline']}"
+    found = read_json(path)
+    origin = Origin(found["hardware"], found["versions"], found["git"], _date(path.stat().st_mtime))
+    if "claim" in found:
+        measured = {f"{found['claim']}: {row.pop('quantity')}": row for row in found["rows"]}
+        return origin, found["command"], measured
+    measured = {}
+    for arm in found["arms"]:
+        name = f"{found['name']}, {arm['label']} / {found['baseline']}"
         for quantity in ("speed", "memory"):
             if ratio := arm[quantity]["ratio"]:
                 measured[f"{name}, {quantity}"] = value(ratio, "x")
         if test := arm["quality"]["test"]:
             percent = {end: 100 * test["difference"][end] for end in ("mean", "low", "high")}
-            measured[f"{name}, validation loss"] = value(percent, "%") | {"verdict": test["verdict"]}
-    return comparison["command"], measured
+            measured[f"{name}, validation loss"] = value(percent, "%") | {
+                "verdict": test["verdict"],
+                "margin": found["margin"],
+            }
+    return origin, found["command"], measured
 
 
 def shown(name: str, found: dict[str, Any]) -> str:
@@ -119,7 +138,7 @@ def brief(name: str, found: dict[str, Any]) -> str:
     """Return a measurement in a cell of README's table: bold with its interval, or its verdict in words."""
     cell, verdict = shown(name, found), found.get("verdict")
     if verdict == EQUIVALENT:
-        return "same within 0.3 %"  # the margin of the comparison
+        return f"same within {100 * found['margin']:g} %"
     return f"{cell.partition(' [')[0]} {verdict.lower()}" if verdict else re.sub(r"^(\S+) \[", r"**\1** [", cell)
 
 
@@ -192,8 +211,7 @@ def filled(page: str, table: str) -> str:
 def main(arguments: list[str]) -> int:
     """Keep what was measured in these folders, fill the tables, and draw the picture."""
     for folder in arguments:
-        command, measured = read_folder(Path(folder))
-        print(keep(detect("auto"), command, measured))
+        print(keep(*read_folder(Path(folder))))
     machines = read_machines()
     for path, table in blocks(machines).items():
         write_text(path, filled(path.read_text(encoding="utf-8"), table))

@@ -7,8 +7,8 @@
 
 A case is one or more commands with deterministic=true. Compared, by run: the lines of metrics.jsonl without times,
 every tensor of best/ and of the checkpoints, the names of all files, and what MLflow holds: metrics, params, tags, and
-the names of artifacts. CHANGED names what was renamed or dropped on purpose; the table counts it apart.
-Exit status: 1 where anything else differs.
+the names of artifacts.
+Exit status: 1 where anything differs.
 """
 
 from __future__ import annotations
@@ -103,9 +103,6 @@ OWN = re.compile(
     r"|tag (git|hardware|versions|mantissa\.|mlflow\.(source\.git|user|note|log-model))"
 )
 """What differs between two runs of the same code: times, memory, folders, identities; and copies of the source."""
-CHANGED: dict[str, str | None] = {}
-"""What this checkout records under another name, such as "param meters": "param diagnostics"; None: no longer."""
-
 Facts = dict[str, str]
 """What is compared, by name: "metric loss", "tensor best/model.safetensors wte.weight"."""
 
@@ -118,26 +115,19 @@ def main() -> int:
     sides = {"other": Path(other).resolve(), "this": PROJECT}
     failed = 0
     print(f"this {_commit(PROJECT)} beside {_commit(sides['other'])}", flush=True)
-    print("case | runs | compared | changed on purpose | differ\n--- | --- | --- | --- | ---")
+    print("case | runs | compared | differ\n--- | --- | --- | ---")
     with ThreadPoolExecutor(2) as pool:
         for name in (case for case in CASES if options.get("only", "") in case):
             folders = {side: root / side / name.replace(" ", "-") for side in sides}
             for _ in pool.map(lambda side: run(sides[side], folders[side], CASES[name]), sides):  # noqa: B023
                 pass
             theirs, ours = (facts(folders[side]) for side in sides)
-            expected, renamed = {}, 0
-            for key, value in theirs.items():
-                run_name, what = key.split("|", 1)
-                new = CHANGED.get(what, what)
-                renamed += new != what
-                if new is not None:
-                    expected[f"{run_name}|{new}"] = value
-            wrong = sorted(key for key in expected.keys() | ours.keys() if expected.get(key) != ours.get(key))
+            wrong = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
             failed += bool(wrong)
             runs = len({key.split("|")[0] for key in ours})
-            print(f"{name} | {runs} | {len(expected)} | {renamed} | {len(wrong)}", flush=True)
+            print(f"{name} | {runs} | {len(theirs)} | {len(wrong)}", flush=True)
             for key in wrong[:12]:
-                print(f"    {key}: {expected.get(key, 'absent')[:200]} | {ours.get(key, 'absent')[:200]}", flush=True)
+                print(f"    {key}: {theirs.get(key, 'absent')[:200]} | {ours.get(key, 'absent')[:200]}", flush=True)
     if "keep" not in options:
         shutil.rmtree(root)
     return int(failed > 0)

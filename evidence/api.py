@@ -12,7 +12,9 @@ from trainer.errors import Interrupted, UserError
 from trainer.terminal import Terminal
 
 
-def compare(*overrides: str, arms: Sequence[str] | Mapping[str, str | Sequence[str]], **options: Any) -> dict[str, Any]:
+def compare(
+    *overrides: str, arms: str | Sequence[str] | Mapping[str, str | Sequence[str]], **options: Any
+) -> dict[str, Any]:
     """Train precisions, or any overrides, with several seeds, print the verdicts and return them.
 
     Every run is a fresh process, so recipe and data are those of files (not of ``Recipe.of``). Interrupted, the same
@@ -20,7 +22,8 @@ def compare(*overrides: str, arms: Sequence[str] | Mapping[str, str | Sequence[s
 
     Args:
         overrides: of all runs, such as ``"recipe=gpt2"``.
-        arms: precisions; or overrides by the arm's name, such as ``{"compiled": "precision=bf16 compile=default"}``.
+        arms: precisions, as a list or as ``"fp32,bf16"``; or overrides by the arm's name, such as
+            ``{"compiled": "precision=bf16 compile=default"}``.
         options: those of scripts/compare.py: ``seeds=5``, ``baseline="fp32"``, ``margin="0.3%"``,
             ``name=…``, ``output_dir=…``; and overrides.
 
@@ -35,7 +38,7 @@ def compare(*overrides: str, arms: Sequence[str] | Mapping[str, str | Sequence[s
     if isinstance(arms, Mapping):
         typed = [f"arm.{name}={text if isinstance(text, str) else ' '.join(text)}" for name, text in arms.items()]
     else:
-        typed = [f"arms={','.join(arms)}"]
+        typed = [f"arms={arms if isinstance(arms, str) else ','.join(arms)}"]
     try:
         with Terminal().in_use():
             return compared([*overrides, *typed, *as_overrides(options)]).to_dict()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mantissa.verdict.runs import Curve
 from trainer.tracking.plots import Series
 
 LOSS = "valid/loss"
@@ -41,6 +42,14 @@ def values_of(summary: Mapping[str, Any], series: Mapping[str, Series], seconds:
     if LOSS in summary["final"]:
         values["loss"] = summary["final"][LOSS]  # null where it is not finite, as JSON has no infinity
     return values | {"best_loss": _best_loss(summary, series)}
+
+
+def curve_of(steps: Iterable[float], losses: Iterable[float]) -> Curve:
+    """Return the evaluations with finite losses, since JSON has no others; empty where the last loss is not finite."""
+    points = [(int(step), float(loss)) for step, loss in zip(steps, losses, strict=True)]
+    finite = [point for point in points if math.isfinite(point[1])]
+    kept = finite if points[-1:] == finite[-1:] else []
+    return [step for step, _ in kept], [loss for _, loss in kept]
 
 
 def _best_loss(summary: Mapping[str, Any], series: Mapping[str, Series]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import statistics
 import sys
@@ -14,14 +15,14 @@ from pathlib import Path
 import psutil
 import torch
 
-from evidence.measures import LOSS, values_of
+from evidence.measures import LOSS, curve_of, values_of
 from mantissa.display import loss
 from mantissa.verdict import runs, shell
 from mantissa.verdict.runs import Run, Runs, Store
 from trainer.config.command_line import quoted
 from trainer.config.compose import key_of
 from trainer.errors import NonFiniteError, OutOfMemory, UserError, redacted
-from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, read_object, remove_folder
+from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, read_object, remove_folder, sha256
 from trainer.hardware import kind_of
 from trainer.precision.kernels import is_emulated
 from trainer.tracking.plots import read_series
@@ -33,6 +34,8 @@ DIVERGED = NonFiniteError.exit_code
 """Exit code of training that turned non-finite: an outcome, which the same command would have again."""
 DETERMINISTIC_FAILURES = (UserError.exit_code, OutOfMemory.exit_code)
 """Exit codes that another seed would not change: a mistake, and too little memory."""
+OF_RUNS = ("mantissa", "trainer", "recipes", "conf", "scripts")
+"""Folders of what a run is made of."""
 INTERRUPTED = (130, 143)
 LOOK_S = 1.0
 """Seconds before a run in which the CPUs' work is that of others."""
@@ -51,6 +54,21 @@ class Arm:
 def redacted_arguments(arguments: Sequence[str]) -> list[str]:
     """Return the arguments of a command line as files and MLflow may have them: redacted, one by one."""
     return [redacted(argument) for argument in arguments]
+
+
+def code_digest(recipe_path: str | None = None) -> str:
+    """Return a hash of the code and the choices that runs are made of, so that no earlier code's are taken for them.
+
+    Args:
+        recipe_path: the folder of recipes and choices of the user's own, if any.
+    """
+    files = [path for name in OF_RUNS for end in ("py", "yaml") for path in (PROJECT / name).rglob(f"*.{end}")]
+    if recipe_path is not None:
+        files += [*Path(recipe_path).glob("*.py"), *Path(recipe_path).glob("conf/**/*.yaml")]
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(f"{path} {sha256(path)}\n".encode())
+    return digest.hexdigest()[:12]
 
 
 def merge_overrides(*groups: Sequence[str]) -> list[str]:
@@ -133,7 +151,6 @@ class Runner:
             values["others_cpu"] = others
         elif device in on_gpus:
             values["others_gpu"] = on_gpus[device]
-        steps, losses = series.get(LOSS, ((), ()))
         rate = f"  {values['speed']:,.0f} {summary['unit']}/s" if "speed" in values else ""
         not_timed = summary["not_timed"] or ""
         return Run(
@@ -142,7 +159,7 @@ class Runner:
             values,
             ended.seconds,
             shown=f"loss {loss(values.get('loss'))}{rate}",
-            curve=(list(map(int, steps)), list(map(float, losses))),
+            curve=curve_of(*series.get(LOSS, ((), ()))),
             arithmetic=not_timed,
             emulated=is_emulated(not_timed),
         )

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from evidence.memory.fits import fitting, is_set
 from evidence.runs import merge_overrides
-from mantissa.formats import BASIC, BF16, FP32
+from mantissa.formats import BASIC, BF16
 from trainer.config.compose import compose, key_of
 from trainer.config.schema import Config
 from trainer.config.settle import plan_of
@@ -29,7 +29,6 @@ AROUND = 8
 REACH = 3
 """Number of values of one option that are tried, those nearest to the default."""
 PRECISION, COMPILE = "precision", "compile"
-IN_FP32 = f"{PRECISION}={FP32.name}"
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,6 @@ class Space:
     """Values and candidates that are not tried, each with its reason."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the user."""
-    in_fp32: Candidate | None = None
-    """The default in fp32, where the user set a 16-bit precision: timed beside it, but not advised."""
 
     def candidate(self, overrides: Iterable[str]) -> Candidate:
         """Return the candidate with these changes of the default; of one option the last counts."""
@@ -93,8 +90,6 @@ def space_of(overrides: Sequence[str], hardware: Hardware, datasets: Datasets) -
     values: dict[str, Sequence[object]] = {}
     if not is_set(overrides, PRECISION):
         values[PRECISION] = _precisions(space, config, hardware, model)
-    elif config.precision.half and not _refusal(merge_overrides(common, [IN_FP32]), hardware):
-        space.in_fp32 = Candidate((IN_FP32,))
     values[COMPILE] = ["default" if config.compile.mode == "off" else "off"]
     if not is_set(overrides, "micro_batch_size"):
         values["micro_batch_size"] = _micro_batches(space, config, hardware, model)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from evidence.advice.candidates import Candidate
-from evidence.advice.search import HELPS, NO_TIME, Entry, Search
+from evidence.advice.search import NO_TIME, Entry, Search
 from evidence.advice.timing import TIMED, WHOLE
 from evidence.runs import merge_overrides
 from mantissa.display import counted, duration, size
@@ -76,16 +76,7 @@ class Advice:
         return shlex.join(["python", "scripts/compare.py", *common, *arms])
 
     def sentence(self) -> str:
-        """Return the advice in one sentence of measured facts, and in another that fp32 would be faster."""
-        search, in_fp32 = self.search, self.search.space.in_fp32
-        beside = search.entries.get(in_fp32.label) if in_fp32 else None
-        if not (beside and beside.times and (speed := search.speed(beside, whole=False)) > HELPS):
-            return self._advice()
-        fp32, set_by_user = (f"{1e3 * seconds:.4g}" for seconds in (beside.times.step_s, beside.reference_s))
-        steps = f"{fp32} ms a step, against {set_by_user} in the precision you set"
-        return f"{self._advice()}. precision=fp32 is faster here, about {speed:.3g}x as fast: {steps}"
-
-    def _advice(self) -> str:
+        """Return the advice in one sentence of measured facts."""
         search, winner, base = self.search, self.winner, self.search.reference
         some = NO_TIME in search.space.left_out.values()
         run = f"in a run of {counted(search.steps, 'step')}"

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
@@ -117,8 +116,6 @@ class Claim:
     """What the machine must have: keys of ``NEEDS``, memory such as ``40GiB``, or a GPU by name such as ``A100``."""
     speaks_of: list[str] = field(default_factory=list)
     """The same for the hardware that the statement is about; elsewhere there is no verdict."""
-    related: str = ""
-    """Reason why this tests something else than the statement, on any machine: there is no verdict."""
     asks: dict[str, str] = field(default_factory=dict)
     """Overrides that the user has to set: the key, and what to set it to."""
     on_cuda: dict[str, str] = field(default_factory=dict)
@@ -127,13 +124,7 @@ class Claim:
     """Number of runs of each arm, each with another seed."""
 
     def __post_init__(self) -> None:
-        """Check what the types do not: that the names in it exist, and that something decides."""
-        if bool(self.related) == any(criterion.decides for criterion in self.criteria):
-            raise UserError(
-                "related leaves no verdict; drop the bounds of the criteria"
-                if self.related
-                else "no criterion decides; give one at_least or at_most, or say in related: why none can"
-            )
+        """Check what the types do not: that the names in it exist."""
         if self.repeats < (PAIRS if any(criterion.measure not in EXACT for criterion in self.criteria) else 2):
             raise UserError(f"repeats: {self.repeats} is too few; set repeats: {PAIRS}")
         check_labels(list(self.arms))
@@ -160,10 +151,10 @@ class Claim:
         asked = [f"{key}=… ({what})" for key, what in self.asks.items() if key not in typed]
         return lacking(self.needs, hardware) + asked
 
-    def only_related(self, hardware: Hardware) -> str:
-        """Return why there is no verdict on this machine, in words; empty: there is one."""
+    def speaks_not_of(self, hardware: Hardware) -> str:
+        """Return why there is no verdict on this machine, in words; empty: there is one, if anything has bounds."""
         others = lacking(self.speaks_of, hardware)
-        return self.related or ("the claim speaks of " + ", ".join(others) if others else "")
+        return "the claim speaks of " + ", ".join(others) if others else ""
 
     def untestable(self, hardware: Hardware) -> dict[int, str]:
         """Return why criteria cannot be tested here, by their number: a format that this machine lacks or emulates."""
@@ -182,7 +173,8 @@ class Claim:
         """Return the names of the arms to run here; empty: nothing can be tested that gives an outcome."""
         left_out = self.untestable(hardware)
         tested = [criterion for number, criterion in enumerate(self.criteria) if number not in left_out]
-        if not any(criterion.decides for criterion in tested) and not self.only_related(hardware):
+        is_judged = any(criterion.decides for criterion in self.criteria) and not self.speaks_not_of(hardware)
+        if is_judged and not any(criterion.decides for criterion in tested):
             return []
         return [name for name in self.arms if any(name in criterion.arms for criterion in tested)]
 
@@ -218,10 +210,6 @@ NEEDS: dict[str, tuple[Callable[[Hardware], bool], str]] = {
     "cpu": (lambda here: here.device.type == "cpu", "a CPU: set device=cpu"),
     "tf32": (lambda here: here.support("tf32") != UNAVAILABLE, "TF32 (an NVIDIA GPU from Ampere on)"),
     "native_bf16": (lambda here: here.support("bf16") not in (EMULATED, UNAVAILABLE), "bf16 in hardware"),
-    "hopper": (lambda here: (here.capability or (0, 0)) >= (9, 0), "an NVIDIA GPU from Hopper on"),
-    "torchao": (lambda _: find_spec("torchao") is not None, "torchao: pip install torchao"),
-    "avx512_bf16": (lambda here: "avx512_bf16" in here.cpu_flags, "a CPU with avx512_bf16"),
-    "amx": (lambda here: "amx_bf16" in here.cpu_flags, "a CPU with AMX"),
 }
 """What a claim may need of a machine besides memory: the check, and the words for the user."""
 

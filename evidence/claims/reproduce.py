@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from contextlib import redirect_stdout
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from textwrap import shorten
 from typing import Any
 
 from evidence.claims.claims import CONFIRMED, REFUTED, Claim, Criterion, load, names
-from evidence.runs import Runner, merge_overrides
+from evidence.runs import Runner, code_digest, merge_overrides
 from mantissa.verdict.judge import Ratio
 from mantissa.verdict.report import percent, times
 from mantissa.verdict.statistics import INCONCLUSIVE
@@ -23,7 +22,6 @@ from trainer.errors import UserError
 from trainer.files import write_json
 from trainer.hardware import Hardware, detect
 from trainer.run.provenance import git_facts, versions
-from trainer.terminal import on_error_stream, work
 
 NOT_HERE, NO_VERDICT = "NOT TESTABLE HERE", "no verdict"
 RESULT_FILE = "claim.json"
@@ -35,13 +33,8 @@ class ReproduceOptions:
     """Options of scripts/reproduce.py."""
 
     claim: list[str] = field(default_factory=list)
-    all: bool = False
     device: str = "auto"
     output_dir: Path = Path("outputs")
-
-    def __post_init__(self) -> None:
-        if self.claim and self.all:
-            raise UserError("claim=… and all=true exclude each other; drop one")
 
 
 def main(arguments: list[str]) -> int:
@@ -52,33 +45,27 @@ def main(arguments: list[str]) -> int:
     """
     options, given = parse(arguments, ReproduceOptions, "overrides")
     hardware = detect(options.device)
-    if not options.claim and not options.all:
+    if not options.claim:
         _list(hardware)
         return 0
 
     # Mistakes first: an unknown claim, an option that none has, an arm that train.py would refuse.
-    claims = [load(name) for name in (names() if options.all else dict.fromkeys(options.claim))]
+    claims = [load(name) for name in dict.fromkeys(options.claim)]
     asked = {key for claim in claims for key in claim.asks}
     if others := [override for override in given if key_of(override) not in asked]:
         raise UserError(
             f"{others[0]} is not an option: a claim's file fixes all other options "
             f"({'you can set: ' + ', '.join(sorted(asked)) if asked else 'these claims have no option to set'})"
         )
-    testable = []
     for claim in claims:
-        why = _why_not_here(claim, hardware, given)
-        if why and not options.all:
+        if why := _why_not_here(claim, hardware, given):
             print(_described(claim))
             raise UserError(f"claim={claim.id} is {NOT_HERE}: {why}")
-        if why:
-            print(_short(f"{claim.id}: {NOT_HERE}: {why}", 100))
-        else:
-            testable.append(claim)
-            _check_overrides(claim, hardware, given)
+        _check_overrides(claim, hardware, given)
 
     # Then the claims, one after the other.
-    folder, tested = options.output_dir.absolute() / "reproduce", _test_in_short if options.all else test
-    results = [tested(claim, hardware, given, Runner(_folder(folder, claim, given))) for claim in testable]
+    folder = options.output_dir.absolute() / "reproduce"
+    results = [test(claim, hardware, given, Runner(_folder(folder, claim, given))) for claim in claims]
     return int(any(result.failed for result in results))
 
 
@@ -91,18 +78,6 @@ class Result:
     """Measured rows, as ``benchmarks/results.py`` keeps them."""
     failed: bool
     """Whether a run failed."""
-
-
-def _test_in_short(claim: Claim, hardware: Hardware, given: list[str], runner: Runner) -> Result:
-    """Test a claim as ``test`` does, which prints to a file here, and print the result in a line."""
-    runner.folder.mkdir(parents=True, exist_ok=True)
-    log = runner.folder / "test.log"
-    with log.open("w", encoding="utf-8") as file, on_error_stream(), work(claim.id), redirect_stdout(file):
-        result = test(claim, hardware, given, runner)
-    measured = [f"{row['value']:.3g}{row['unit']} {row['quantity']}" for row in result.rows[:1]]
-    words = [f"a run failed, see {log}"] if result.failed else [f"published {claim.published}", *measured]
-    print(_short(f"{claim.id}: {'; '.join([result.verdict, *words])}", 200 if result.failed else 100), flush=True)
-    return result
 
 
 def _why_not_here(claim: Claim, hardware: Hardware, given: list[str]) -> str:
@@ -122,8 +97,8 @@ def _check_overrides(claim: Claim, hardware: Hardware, given: list[str]) -> None
 
 
 def _folder(parent: Path, claim: Claim, given: list[str]) -> Path:
-    """Return the folder of a claim's runs: another one for other arms, another commit or another torch."""
-    parts = [claim.setups, claim.arms, claim.on_cuda, sorted(given), git_facts().get("commit"), versions()["torch"]]
+    """Return the folder of a claim's runs: another one for other arms, other code or another torch."""
+    parts = [claim.setups, claim.arms, claim.on_cuda, sorted(given), code_digest(), versions()["torch"]]
     return parent / f"{claim.id}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]}"
 
 
@@ -133,18 +108,18 @@ def test(claim: Claim, hardware: Hardware, given: list[str], runner: Runner) -> 
     print(f"\n{_described(claim)}\n{len(arms)} arms × {claim.repeats}, alternating; {runner.runs}")
     runs = runner.run_all(arms, list(range(claim.repeats)))
 
-    # What is not testable here has no row; what is not the statement has a row, and no bounds.
-    related, left_out = claim.only_related(hardware), claim.untestable(hardware)
+    # What is not testable here has no row; on hardware that the statement is not about it has a row, and no bounds.
+    elsewhere, left_out = claim.speaks_not_of(hardware), claim.untestable(hardware)
     rows: list[tuple[Criterion, Ratio]] = []
     for number, criterion in enumerate(claim.criteria):
         row = Ratio(None, why=f"{NOT_HERE}: {left_out[number]}") if number in left_out else criterion.row(runs)
         unbounded = replace(criterion, at_least=-math.inf, at_most=math.inf)
-        rows.append((unbounded if related or number in left_out else criterion, row))
+        rows.append((unbounded if elsewhere or number in left_out else criterion, row))
 
     # The claim holds where all of its bounds do.
     verdicts = [criterion.verdict(row) for criterion, row in rows]
     verdict = next((one for one in (REFUTED, INCONCLUSIVE, CONFIRMED) if one in verdicts), NO_VERDICT)
-    print(f"\n{claim.id}: {verdict}{f' ({related})' if related else ''}; published: {claim.published}")
+    print(f"\n{claim.id}: {verdict}{f' ({elsewhere})' if elsewhere else ''}; published: {claim.published}")
     for criterion, row in rows:
         print(_line(criterion, row))
     failed = [run for of_arm in runs.values() for run in of_arm.values() if not run.ended]
@@ -152,7 +127,8 @@ def test(claim: Claim, hardware: Hardware, given: list[str], runner: Runner) -> 
         print(f"  failed: {run.arm}, seed {run.seed}: {run.failure}")
     command = " ".join(["python scripts/reproduce.py", f"claim={claim.id}", *(f"{key}=…" for key in claim.asks)])
     result = Result(verdict, _kept(rows), bool(failed))
-    content = {"claim": claim.id, "verdict": verdict, "command": command, "rows": result.rows}
+    content: dict[str, Any] = {"claim": claim.id, "verdict": verdict, "command": command, "rows": result.rows}
+    content |= {"hardware": hardware.facts(), "versions": versions(), "git": git_facts()}
     write_json(runner.folder / RESULT_FILE, content)
     return result
 
@@ -208,4 +184,4 @@ def _list(hardware: Hardware) -> None:
         groups.setdefault(missing.removeprefix("it ").partition(",")[0] or "testable here", []).append(line)
     for group, lines in groups.items():
         print("\n".join([group, *lines]))
-    print("\nTest one with claim=…, which says it in full, or all that this machine can with all=true.")
+    print("\nTest one with claim=…, which says it in full.")

@@ -14,7 +14,7 @@ from mantissa.verdict.runs import SEED_SHIFT
 from trainer.config.options import ONE_PROCESS, Overriding, check_keys, parse
 from trainer.config.registration import choices, key_of
 from trainer.config.text import fraction, listed, unquoted
-from trainer.errors import UserError, check_folder_name, nearest
+from trainer.errors import UserError, check_folder_name, nearest, no_effect
 
 
 @dataclass
@@ -62,7 +62,7 @@ class CompareOptions(Overriding):
             )
         for text in common:
             if all(key_of(text) in map(key_of, own) for _, own in arms):
-                raise UserError(f"{text} has no effect: each arm sets it", "", mistake=shlex.quote(text))
+                raise no_effect(text, "each arm sets it", mistake=shlex.quote(text))
         return common, arms
 
 

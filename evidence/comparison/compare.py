@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evidence.runs import Arm, Runner, merge_overrides, redacted_arguments
+from evidence.runs import Arm, Runner, code_digest, merge_overrides, redacted_arguments
 from mantissa.errors import UsageError
 from mantissa.verdict.judge import Row, incomparable, judge
 from mantissa.verdict.runs import Look, Run, Runs
@@ -147,7 +147,7 @@ def compare(plan: ComparisonPlan, base: Config, command: str = "", runner_class:
     # No checkpoints; and a memory ledger where CUDA does not count memory.
     quiet = ["checkpoint=none", f"profiler={'none' if hardware.is_gpu else 'memory'}"]
     runner = runner_class(folder, merge_overrides([*quiet, f"tags.{GROUP_TAG}={quoted(plan.name)}"], plan.common))
-    _begin(plan, runner, facts)
+    _begin(plan, runner, facts, base.recipe_path)
 
     # Train, judge, write.
     with in_use(folder):  # a second process would remove this one's unfinished runs
@@ -216,7 +216,7 @@ def _comparable(config: Config) -> dict[str, Any]:
     return {key: value for key, value in flatten(config).items() if key != "run_name"}
 
 
-def _begin(plan: ComparisonPlan, runner: Runner, facts: dict[str, Any]) -> None:
+def _begin(plan: ComparisonPlan, runner: Runner, facts: dict[str, Any], recipe_path: str | None) -> None:
     """Keep the plan, or check that it equals the one in the folder. Seeds may be added.
 
     Raises:
@@ -230,7 +230,7 @@ def _begin(plan: ComparisonPlan, runner: Runner, facts: dict[str, Any]) -> None:
         "hardware": facts["hardware"]["name"],
         "number of threads": facts["hardware"]["threads"],
         "torch": facts["versions"]["torch"],
-        "commit": facts["git"].get("commit"),
+        "code": code_digest(recipe_path),
     }
     try:
         runner.store.begin(fixed, plan.seeds, "give this one a name=…")

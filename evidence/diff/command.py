@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evidence.diff.logs import LINES, STATE, SUFFIXES, Compared, Log, Pair, compare, read_log, shown_step
+from evidence.diff.logs import READERS, Compared, Log, Pair, compare, read_log, shown_step
 from evidence.diff.replay import first_weights, parting
 from evidence.diff.runs import CODE, DATA, Before, before, kept
 from mantissa.display import columns, counted, listed, shortened
 from trainer.config.options import parse
-from trainer.errors import UserError
+from trainer.errors import UserError, no_effect
 from trainer.files import METRICS_FILE
 from trainer.run.step_metrics import STEP_METRICS, last
 from trainer.run_folder import RunFolder, is_in_mlflow
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
 def _of_runs(a: RunFolder, b: RunFolder, options: DiffOptions) -> int:
     """Compare two runs: before their first step, in their logs, and where these differ in a replay."""
     if options.step:
-        raise UserError(f"step={options.step} has no effect on runs, whose steps are known", "", mistake="step")
+        raise no_effect(f"step={options.step}", "the steps of runs are known")
     found = before(a, b)
     logs = read_log(a.path / METRICS_FILE), read_log(b.path / METRICS_FILE)
     compared = compare(*logs, means=_MEANS)
@@ -138,19 +138,12 @@ def _opened(key: str, given: str) -> RunFolder | Path:
         UserError: it is neither.
     """
     path = Path(given).expanduser()
-    if not is_in_mlflow(given) and not path.is_dir() and (path.exists() or path.suffix.lower() in SUFFIXES):
-        if path.suffix.lower() not in SUFFIXES:
-            raise UserError(f"{key}={given} is no log ({', '.join(SUFFIXES)}), and no run folder; give one of these")
+    if not is_in_mlflow(given) and not path.is_dir() and (path.exists() or path.suffix.lower() in READERS):
+        if path.suffix.lower() not in READERS:
+            raise UserError(f"{key}={given} is no log ({', '.join(READERS)}), and no run folder; give one of these")
         return path
     run = RunFolder.open(key, given, "outputs")
-    try:
-        run.config()
-    except UserError:
-        logs = [each for each in sorted(run.path.iterdir()) if each.suffix in LINES or each.name == STATE]
-        if not logs or (run.path / METRICS_FILE).is_file():
-            raise
-        problem = f"{key}={given} is not the folder of a run, but has a log"
-        raise UserError(problem, shlex.quote(f"{key}={logs[0]}"), mistake=shlex.quote(given)) from None
+    run.config()
     return run
 
 

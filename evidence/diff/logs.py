@@ -6,7 +6,8 @@ import csv
 import json
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,11 +15,6 @@ from typing import Any, NamedTuple
 from mantissa.display import counted, shortened
 from trainer.errors import UserError
 
-LINES = (".jsonl", ".csv")
-STATE = "trainer_state.json"
-"""Of transformers' Trainer."""
-SUFFIXES = (".jsonl", ".json", ".csv")
-"""Files that can be a log; of ``.json`` also ``STATE``."""
 STEPS = (
     *("step", "global_step", "trainer/global_step", "train/global_step", "_step", "steps"),
     *("iteration", "iterations", "iter", "iter_num", "it", "update", "epoch"),
@@ -92,7 +88,7 @@ def read_log(path: Path, step: str = "") -> Log:
     Raises:
         UserError: it cannot be read, or no column counts steps.
     """
-    rows = [_flat(row) for row in _rows(path)]
+    rows = _rows(path)
     cells = [{name: _number(cell) for name, cell in row.items()} for row in rows]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     numbers = list(dict.fromkeys(name for row in cells for name, value in row.items() if value is not None))
@@ -116,14 +112,6 @@ def read_log(path: Path, step: str = "") -> Log:
     if texts := [name for name in columns if name not in numbers and any(row.get(name, "") != "" for row in rows)]:
         notes.append(f"{path}: not compared, no numbers: {shortened(texts)}")
     return Log(column, dict(sorted(points.items())), notes)
-
-
-def _flat(row: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """Return a row with the values of objects inside of it, named as ``train/loss``."""
-    flat: dict[str, Any] = {}
-    for name, value in row.items():
-        flat |= _flat(value, f"{above}{name}/") if isinstance(value, dict) else {f"{above}{name}": value}
-    return flat
 
 
 def compare(a: Log, b: Log, means: Collection[str] | None = None) -> Compared:
@@ -243,56 +231,48 @@ def _column_of_steps(path: Path, columns: list[str], numbers: list[str], step: s
     return found
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a log, each with its cells by name; an empty text stands for no value.
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a log, each with its cells by name; an empty text stands for no value.
 
     Raises:
         UserError: it cannot be read, or has no rows.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        if not text.strip():
-            raise UserError(f"{path} is empty; give the log of a run that has logged")
-        rows = _of_csv(path, text) if path.suffix.lower() == ".csv" else _of_json(path, text)
+        rows = list(READERS[path.suffix.lower()](path.read_text(encoding="utf-8-sig")))
+        if not all(isinstance(row, dict) for row in rows):
+            raise ValueError('a row is no object, such as {"step": 1, "loss": 2.5}')
     except FileNotFoundError:
         raise UserError(f"there is no {path}; give the log of a run that has logged") from None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path} cannot be read ({error}); give a log as JSON lines or CSV") from None
-    if not rows:
+    except (OSError, ValueError, LookupError, TypeError, csv.Error) as error:
+        raise UserError(f"{path} cannot be read ({error}); give JSON lines, CSV, or a trainer_state.json") from None
+    if not any(rows):
         raise UserError(f"{path} has no rows; give the log of a run that has logged")
-    yield from rows
-
-
-def _of_csv(path: Path, text: str) -> list[dict[str, Any]]:
-    lines = text.splitlines()
-    delimiter = max(",;\t", key=lines[0].count)
-    rows = list(csv.DictReader(lines, delimiter=delimiter, restkey="", restval="", strict=True))
-    if wrong := next((number for number, row in enumerate(rows, 2) if "" in row and isinstance(row[""], list)), None):
-        raise UserError(f"{path} line {wrong} has more cells than the heading; give a heading that names every column")
     return rows
 
 
-def _of_json(path: Path, text: str) -> list[dict[str, Any]]:
+def _of_lines(text: str) -> list[Any]:
     rows = []
-    # As transformers keeps it, in one object, else an object in each line.
-    if path.suffix.lower() == ".json" and '"log_history"' in text:
+    *whole, last = text.split("\n")
+    for number, line in enumerate(whole, 1):
         try:
-            return list(json.loads(text)["log_history"])
-        except (ValueError, LookupError, TypeError) as error:
-            raise UserError(
-                f"{path} has no log_history that can be read ({error}); give a trainer_state.json"
-            ) from None
-    lines = text.splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line) if line.strip() else {}
+            rows.append(json.loads(line or "{}"))
         except ValueError as error:
-            if number == len(lines) and not line.endswith("\n"):  # it was being written
-                break
-            raise UserError(f"{path} line {number} is no JSON ({error}); give one object in each line") from None
-        if not isinstance(row, dict):
-            raise UserError(
-                f'{path} line {number} is no object, such as {{"step": 1, "loss": 2.5}}; give one in each line'
-            )
-        rows.append(row)
-    return [row for row in rows if row]
+            raise ValueError(f"line {number} is no JSON: {error}") from None
+    with suppress(ValueError):  # it may be being written
+        rows.append(json.loads(last))
+    return rows
+
+
+def _of_csv(text: str) -> list[dict[str, Any]]:
+    rows = list(csv.DictReader(text.splitlines(), restkey="", restval="", strict=True))
+    if any(isinstance(row.get(""), list) for row in rows):
+        raise ValueError("a line has more cells than the heading")
+    return rows
+
+
+READERS: dict[str, Callable[[str], list[Any]]] = {
+    ".jsonl": _of_lines,
+    ".csv": _of_csv,
+    ".json": lambda text: json.loads(text)["log_history"],  # trainer_state.json of transformers
+}
+"""What reads a log's text, by the end of the file's name."""

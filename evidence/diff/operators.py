@@ -19,6 +19,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from difflib import SequenceMatcher
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -314,6 +315,7 @@ def first_place(takings: tuple[Taking, Taking], models: tuple[nn.Module, nn.Modu
         takings: the step of both runs.
         models: of both runs.
     """
+    # What both compute, beside each other; and the tensors of the first pair with other results.
     entries: list[list[Entry]] = []
     for taking, model in zip(takings, models, strict=True):
         taking(recorder := Recorder(model))
@@ -322,75 +324,113 @@ def first_place(takings: tuple[Taking, Taking], models: tuple[nn.Module, nn.Modu
     parted = next(((a, b) for a, b in pairs if a.results != b.results), None)
     if parted is None:
         return None
-
-    def probed(both: tuple[Entry, Entry], call: tuple[str, int] | None = None) -> list[_Probe]:
-        probes = [_Probe(model, entry.number, call) for model, entry in zip(models, both, strict=True)]
-        for taking, probe in zip(takings, probes, strict=True):
-            taking(probe)
-        return probes
-
-    kept = [probe.kept for probe in probed(parted)]
-    if kept[0] is None or kept[1] is None:  # a take does not repeat itself
+    probe = partial(_probed, takings, models)
+    a, b = (each.kept for each in probe(parted))
+    if a is None or b is None:  # a take does not repeat itself
         return None
-    inputs = zip(kept[0].given, kept[1].given, kept[0].origins, kept[1].origins, strict=False)
-    differing = [
-        (x, y, origins) for x, y, *origins in inputs if not (same(x, y) or any(each.unwritten for each in origins))
-    ]
+    results = next((both for both in zip(a.results, b.results, strict=False) if not same(*both)), None)
+    inputs = [_Input(*both) for both in zip(a.given, b.given, a.origins, b.origins, strict=False)]
+    differing = [each for each in inputs if each.differs]
 
-    # An input is another one already: an operator without a counterpart computed it.
-    with_counterpart = [{entry.number for entry in side} for side in zip(*pairs, strict=True)]
-    alone = [
-        {entry.number: entry for entry in side if entry.number not in known}
-        for side, known in zip(entries, with_counterpart, strict=True)
-    ]
-    for x, y, origins in differing:
-        for side, origin in enumerate(origins):
-            if origin.number not in alone[side]:
-                continue
-            by = alone[side][origin.number]
-            beside = dict.fromkeys(entry.op for entry in alone[side].values() if entry.scope == by.scope)
-            others = shortened([name for name in beside if name != by.op], 3)
-            why = f"{'ab'[side]} alone runs it" + (f", and {others}" if others else "")
-            found: Difference | None = difference(x, y)
-            if (
-                by.direction == BACKWARD and by.module != LOSS
-            ):  # likewise, what it leaves: x and y may lack their scales
-                owned = {
-                    f"{by.module}.{name}" for name, _ in models[0].get_submodule(by.module).named_parameters("", False)
-                }
-                left = next(
-                    (both for both in pairs if both[0].module in owned and both[0].results != both[1].results), None
-                )
-                found = None
-                if left is not None:
-                    gradients = [probe.kept.results[0] for probe in probed(left) if probe.kept is not None]
-                    found = difference(gradients[0], gradients[1])
-                    why += f"; the difference is of the gradient of {left[0].module}"
-            elif by.direction == FORWARD and by.module != LOSS:  # what matters is what the module makes of it
-                probes = probed(parted, (by.module, by.call))
-                returned = zip(probes[0].returned, probes[1].returned, strict=False)
-                apart = next((both for both in returned if not same(*both)), None)
-                found = difference(*apart, _formats(models, by.module, *apart)) if apart else found
-            return Place(by.direction, by.module, by.op, found, why)
-
-    # Or a cast that one has, or both to other formats: those that autocast makes for this operator are its own.
-    parted_results = zip(kept[0].results, kept[1].results, strict=False)
-    results = next((both for both in parted_results if not same(*both)), None)
+    # An input is another one already: an operator without a counterpart computed it, or a cast that one has.
+    if (lone := _lone(entries, pairs, differing)) is not None:
+        found, why = _left_by(lone, parted, pairs, models, probe)
+        return Place(lone.by.direction, lone.by.module, lone.by.op, found, lone.why + why)
     why = "its inputs are equal"
     if differing:
-        x, y, origins = differing[0]
+        x, y, *origins = differing[0]
         casts = {side: origin.cast for side, origin in zip("ab", origins, strict=True) if origin.cast is not None}
+        # Those to other formats, which autocast makes for this operator, are its own.
         if casts and (results is None or results[0].dtype == results[1].dtype):
             who = "both cast there" if len(casts) == 2 else f"{next(iter(casts))} alone casts there"
             return Place(*next(iter(casts.values())), CAST, difference(x, y), who)
         why = "its inputs differ by casts alone" if casts else "an input differs that no operator of the step computed"
 
     # Else it is this operator.
-    if kept[0].is_random and not differing:
+    if a.is_random and not differing:
         why += "; it draws random numbers, and the generators stand elsewhere"
     place = parted[0]
     formats = _formats(models, place.module, *results) if results and place.direction == FORWARD else ""
     return Place(place.direction, place.module, place.op, difference(*results, formats) if results else None, why)
+
+
+def _probed(
+    takings: tuple[Taking, Taking],
+    models: tuple[nn.Module, nn.Module],
+    both: tuple[Entry, Entry],
+    call: tuple[str, int] | None = None,
+) -> list[_Probe]:
+    """Take both steps again, and keep the tensors of two entries, and of a module's call."""
+    probes = [_Probe(model, entry.number, call) for model, entry in zip(models, both, strict=True)]
+    for taking, probe in zip(takings, probes, strict=True):
+        taking(probe)
+    return probes
+
+
+class _Input(NamedTuple):
+    """An input of an operator in both takes, and how it came to be."""
+
+    x: Tensor
+    y: Tensor
+    of_x: _Origin
+    of_y: _Origin
+
+    @property
+    def differs(self) -> bool:
+        return not (self.of_x.unwritten or self.of_y.unwritten or same(self.x, self.y))
+
+
+class _Lone(NamedTuple):
+    """An operator that one take alone runs, and that computed an input of what parts."""
+
+    by: Entry
+    given: _Input
+    why: str
+
+
+def _lone(entries: list[list[Entry]], pairs: list[tuple[Entry, Entry]], differing: list[_Input]) -> _Lone | None:
+    """Return the operator without a counterpart that computed the first input that differs; None: there is none."""
+    with_counterpart = [{entry.number for entry in side} for side in zip(*pairs, strict=True)]
+    alone = [
+        {entry.number: entry for entry in side if entry.number not in known}
+        for side, known in zip(entries, with_counterpart, strict=True)
+    ]
+    for given in differing:
+        for side, origin in enumerate((given.of_x, given.of_y)):
+            if origin.number in alone[side]:
+                by = alone[side][origin.number]
+                beside = dict.fromkeys(entry.op for entry in alone[side].values() if entry.scope == by.scope)
+                others = shortened([name for name in beside if name != by.op], 3)
+                return _Lone(by, given, f"{'ab'[side]} alone runs it" + (f", and {others}" if others else ""))
+    return None
+
+
+def _left_by(
+    lone: _Lone,
+    parted: tuple[Entry, Entry],
+    pairs: list[tuple[Entry, Entry]],
+    models: tuple[nn.Module, nn.Module],
+    probe: Callable[..., list[_Probe]],
+) -> tuple[Difference | None, str]:
+    """Return how far apart what counts of a lone operator is, and what that is, if it needs a word.
+
+    That is what its module returns, or backward its weight's gradient: the inputs themselves may lack their scales.
+    """
+    by, (x, y, *_) = lone.by, lone.given
+    if by.module == LOSS:
+        return difference(x, y), ""
+    if by.direction == FORWARD:
+        probes = probe(parted, (by.module, by.call))
+        returned = zip(probes[0].returned, probes[1].returned, strict=False)
+        apart = next((both for both in returned if not same(*both)), None)
+        return (difference(*apart, _formats(models, by.module, *apart)) if apart else difference(x, y)), ""
+    weights = models[0].get_submodule(by.module).named_parameters("", False)
+    owned = {f"{by.module}.{name}" for name, _ in weights}
+    left = next((both for both in pairs if both[0].module in owned and both[0].results != both[1].results), None)
+    if left is None:
+        return None, ""
+    gradients = [each.kept.results[0] for each in probe(left) if each.kept is not None]
+    return difference(gradients[0], gradients[1]), f"; the difference is of the gradient of {left[0].module}"
 
 
 def _formats(models: tuple[nn.Module, nn.Module], module: str, a: Tensor, b: Tensor) -> str:

@@ -12,7 +12,8 @@ from evidence.comparison.report import write_report
 from evidence.layers.groups import Layers, layers_of
 from evidence.layers.report import report
 from evidence.layers.search import Question, Search
-from evidence.runs import STORE_FILE, Runner, merge_overrides, redacted_arguments
+from evidence.memory.fits import fitting
+from evidence.runs import STORE_FILE, Runner, code_digest, merge_overrides, redacted_arguments
 from mantissa.errors import UsageError
 from mantissa.formats import FORMATS
 from mantissa.verdict.runs import Store
@@ -24,7 +25,7 @@ from trainer.errors import UserError, check_folder_name
 from trainer.files import check_output_dir, in_use, write_json
 from trainer.hardware import detect
 from trainer.run.fit import release_memory
-from trainer.run.provenance import git_facts, versions
+from trainer.run.provenance import versions
 from trainer.trainer import Trainer
 
 ANSWER = "layers.json"
@@ -80,7 +81,8 @@ def asked(arguments: list[str], runner: type[Runner] = Runner) -> Question:
     check_single(overrides, "layers.py searches the layers of one setting; set one value")
     composed = compose(overrides)
     check_output_dir(str(options.output_dir))
-    base = plan_of(composed, detect(composed.device)).config
+    hardware = detect(composed.device)
+    base = plan_of(composed, hardware).config
 
     # The mode has to be one whose layers can be lifted, and a run long enough to be shortened.
     mode = base.precision.mode
@@ -98,11 +100,14 @@ def asked(arguments: list[str], runner: type[Runner] = Runner) -> Question:
             f"steps={FEWEST_STEPS}",
             mistake="epochs=",
         )
+    # One microbatch for all runs, those in this process, too.
+    overrides, changed = fitting(composed, overrides, hardware, base.open_datasets())
+    print("\n".join(changed), end="\n" * len(changed))
     question = Question(
         common=[text for text in overrides if key_of(text) not in OF_LOW],
         of_low=[text for text in overrides if key_of(text) in OF_LOW and key_of(text) != "precision.modules"],
         own=base.precision.modules,
-        base=base,
+        base=plan_of(compose(overrides), hardware).config,
         seeds=seeds,
         margin=margin,
         folder=options.output_dir.absolute() / "layers" / (options.name or f"{base.recipe.name}-{mode}"),
@@ -110,8 +115,7 @@ def asked(arguments: list[str], runner: type[Runner] = Runner) -> Question:
         runner=runner,
     )
     for arm in (question.high, question.short(question.arm(mode))):  # mistakes before any work
-        config = compose(merge_overrides(question.common, arm.overrides))
-        plan_of(config, detect(config.device))
+        plan_of(compose(merge_overrides(question.common, arm.overrides)), hardware)
     return question
 
 
@@ -126,7 +130,7 @@ def search(question: Question) -> Search:
     folder.mkdir(parents=True, exist_ok=True)
     with in_use(folder):
         store = Store(folder / STORE_FILE)
-        facts = {"torch": versions()["torch"], "commit": git_facts().get("commit")}
+        facts = {"torch": versions()["torch"], "code": code_digest(question.base.recipe_path)}
         try:
             store.begin(
                 {

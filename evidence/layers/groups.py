@@ -93,11 +93,6 @@ class Layers:
                 first.setdefault(each.layers, each)
         return [*first.values()]
 
-    def ends(self) -> Group | None:
-        """Return the first and the last block; None: there are no others, or no names for them."""
-        names = [self.blocks[0], self.blocks[-1]] if len(self.blocks) > 2 else []
-        return self.group(frozenset().union(*map(self.inside, names)), [names]) if names else None
-
     def group(self, layers: frozenset[str], names: Iterable[Sequence[str]] = ()) -> Group | None:
         """Return the group of these layers, by the first names or patterns that select them alone; else one by one.
 

@@ -123,8 +123,7 @@ def _about_ranks(search: Search) -> list[str]:
     question = search.question
     return [
         f"Ranked by the gain: by how much {question.short_steps} steps with these layers in bf16 end at a lower loss "
-        f"than without, the mean over {len(search.ranked[0].gains)} seeds. The error is that of the layers' results "
-        "and gradients while nothing is lifted, in terms of the doctor's limit, above which it is a fault."
+        f"than without, the mean over {len(search.ranked[0].gains)} seeds."
     ]
 
 
@@ -132,12 +131,9 @@ def _ranks(search: Search) -> list[tuple[str, ...]]:
     if not search.ranked:
         return []
     return [
-        ("in bf16", "layers", "low format", "gain", "error"),
+        ("in bf16", "layers", "low format", "gain"),
         *(
-            (
-                *(each.group.label, str(len(each.group.layers)), _share(search, each.group)),
-                *(f"{100 * each.gain:+.2f} %", f"{each.error:.2f}"),
-            )
+            (each.group.label, str(len(each.group.layers)), _share(search, each.group), f"{100 * each.gain:+.2f} %")
             for each in search.ranked
         ),
     ]

@@ -28,8 +28,6 @@ RANKING_SEEDS, TRYING_SEEDS = 2, 2
 """Seeds with which groups are ranked, and sets are tried: the first ones. They only choose; fresh seeds decide."""
 ENOUGH = 0.5
 """Part of the margin that a set may be above bf16 when it is tried, so that fresh seeds can show that it is within."""
-TRIED = 4
-"""Sets that are tried at full length, at most."""
 NEEDED, CONFIRMED = "needed", "confirmed"
 """Names of the two comparisons."""
 LIFTED = "lifted"
@@ -98,8 +96,6 @@ class Ranked:
     group: Group
     gains: list[float]
     """By how much lower the loss is than with nothing lifted, relative to that, by seed."""
-    error: float
-    """Mean over its layers of the worst local error in terms of its bound, while nothing is lifted."""
 
     @property
     def gain(self) -> float:
@@ -156,7 +152,7 @@ class Search:
         if verdict.verdict in (EQUIVALENT, BETTER):
             return
 
-        # 2. Which layers? Each group lifted in short trainings, beside the doctor's errors.
+        # 2. Which layers? Each group lifted in short trainings.
         self.ranked = self._rank()
 
         # 3. How few? The promising sets in whole trainings, the smallest first, until one is as good as bf16.
@@ -204,20 +200,10 @@ class Search:
         arms = {group: question.short(question.arm(group.label, group)) for group in groups}
         low = question.short(question.arm(question.low))
         print(f"{len(groups)} groups, each lifted for {steps} of {question.steps} steps", flush=True)
-        runner = self._runner()
-        runs = runner.run_all([low, *arms.values()], seeds)
+        runs = self._runner().run_all([low, *arms.values()], seeds)
         base = runs[low.label]
-
-        # The errors of each layer, once.
-        if not self.store.of("errors"):
-            self.store.add("errors", runner.errors(low, seeds[0], [*self.layers.flops]))
-        errors: dict[str, float] = self.store.of("errors")[0]
         ranked = [
-            Ranked(
-                group,
-                [-difference(runs[arms[group].label][seed], base[seed]) for seed in seeds],
-                fmean(errors[layer] for layer in group.layers),
-            )
+            Ranked(group, [-difference(runs[arms[group].label][seed], base[seed]) for seed in seeds])
             for group in groups
         ]
         return sorted(ranked, key=lambda each: each.gain, reverse=True)
@@ -236,9 +222,7 @@ class Search:
             "seeds": question.seeds,
             "fresh_seeds": question.fresh_seeds,
             "share_in_low_format": layers.share(),
-            "ranked": [
-                self._described(each.group) | {"gains": each.gains, "error": each.error} for each in self.ranked
-            ],
+            "ranked": [self._described(each.group) | {"gains": each.gains} for each in self.ranked],
             "tried": [
                 self._described(each.group) | {"above_bf16": each.above_high, f"above_{question.low}": each.above_low}
                 for each in self.tried
@@ -268,17 +252,16 @@ def mean_difference(runs: Mapping[int, Run], base: Mapping[int, Run]) -> float:
 
 
 def promising(ranked: Sequence[Ranked], layers: Layers) -> list[Group]:
-    """Return the sets to try, at most ``TRIED``, none twice, and none with all layers.
+    """Return the sets to try, at most four, none twice, and none with all layers.
 
     The best group; what it shares with the best one that crosses it, as a block and a kind of layer do; the second
-    best; both together; the group with the largest errors; the first and the last block.
+    best; both together.
     """
     first, *others = (each.group for each in ranked)
     crossing = next((each for each in others if _cross(first, each)), None)
     sets = [first, layers.group(first.layers & crossing.layers) if crossing else None]
     sets += [others[0], first | others[0]] if others else []
-    sets += [max(ranked, key=lambda each: each.error).group, layers.ends()]
-    return layers.distinct(sets)[:TRIED]
+    return layers.distinct(sets)
 
 
 def _cross(one: Group, other: Group) -> bool:

@@ -32,7 +32,7 @@ def fitting(
     if smaller is None:
         return list(overrides), []
     changed = f"{smaller.key}={smaller.value}"
-    why = f"every candidate has {changed}, because train.py's default does not fit into the memory"
+    why = f"every run has {changed}, because train.py's default does not fit into the memory"
     return merge_overrides(overrides, [changed]), [why]
 
 

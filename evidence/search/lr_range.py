@@ -21,7 +21,7 @@ from trainer.config.options import ONE_PROCESS, Overriding, parse
 from trainer.config.schema import Config
 from trainer.config.settle import plan_of
 from trainer.errors import RunError, UserError
-from trainer.hardware import Hardware, detect
+from trainer.hardware import detect
 from trainer.run_folder import RunFolder
 from trainer.tracking.plots import COLORS, INK, QUIET, RULE, bare_figure, plain
 from trainer.trainer import StepRecord, Trainer
@@ -71,11 +71,10 @@ def main(arguments: list[str]) -> int:
         config.precision.check_single("a test is of one format")
         plan_of(config, detect(config.device))  # mistakes before any work
     first = next(iter(configs.values()))
-    hardware = detect(first.device)
     curves = []
     for label, config in configs.items():
         print(f"{label or config.name}: {options.steps} steps, lr from {options.min:g} to {options.max:g}")
-        curve = range_test(config, hardware, options.min, options.max, label)
+        curve = range_test(config, options.min, options.max, label)
         skipped = f", {counted(curve.skipped_steps, 'step')} skipped by the loss scale" if curve.skipped_steps else ""
         print(f"  ended after {counted(len(curve.lr), 'step')}: {curve.ended}{skipped}")
         curves.append(curve)
@@ -152,17 +151,16 @@ class Curve:
         return {reason: float(f"{lr:.1e}") for reason, lr in rates.items()}
 
 
-def range_test(config: Config, hardware: Hardware, lowest: float, highest: float, label: str) -> Curve:
+def range_test(config: Config, lowest: float, highest: float, label: str) -> Curve:
     """Train ``config.steps`` optimizer steps at most, print some of them, and write nothing.
 
     Args:
         config: as composed; its learning rate and schedule have no effect.
-        hardware: where it runs.
         lowest: learning rate of the first step.
         highest: that of the last.
         label: see ``Curve.label``.
     """
-    trainer = RangeTrainer.from_config(config, hardware)
+    trainer = RangeTrainer.from_config(config)
     trainer.lowest, trainer.highest = lowest, highest
     curve = Curve(label)
     try:

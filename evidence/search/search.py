@@ -25,7 +25,7 @@ from trainer.config.options import parse
 from trainer.config.schema import Config
 from trainer.config.settle import plan_of
 from trainer.errors import NonFiniteError, OutOfMemory, RunError, UserError, first_line
-from trainer.files import SAME, TRACKING_FILE, check_output_dir
+from trainer.files import SAME, check_output_dir
 from trainer.hardware import detect
 from trainer.metrics import Metrics
 from trainer.recipe import Recipe
@@ -33,9 +33,7 @@ from trainer.run.fit import release_memory
 from trainer.run.run import Run
 from trainer.run.scores import Score
 from trainer.run.start import train
-from trainer.tracking.store import GROUP_TAG, connect, create_run, usable_uri
-from trainer.tracking.tracked_run import TrackedRun
-from trainer.tracking.ui import shown_at
+from trainer.tracking.store import GROUP_TAG
 
 
 class Pruned(RunError, optuna.TrialPruned):
@@ -92,7 +90,6 @@ def main(arguments: list[str]) -> int:
     )
     run_trials(search, overrides)
     print(f"\n{columns(_rows(search))}\n\n{_answer(search)}")
-    _publish(search, output_dir)
     print(f"plots and the importance of options: optuna-dashboard sqlite:///{output_dir / DATABASE}")
     return int(not _complete(search))
 
@@ -146,32 +143,6 @@ def _train(config: Config, trial: optuna.Trial, folder: Path) -> dict[str, Any]:
     if best is None or not math.isfinite(best["value"]):
         raise NonFiniteError("no evaluation was finite")
     return best
-
-
-def _publish(search: Search, output_dir: Path) -> None:
-    """Fold the trials under one run in MLflow, where they are there, and print where it is."""
-    folders = [output_dir / search.run_of(trial) for trial in search.counted()]
-    runs = [TrackedRun.read(folder) for folder in folders if (folder / TRACKING_FILE).exists()]
-    sent = [run for run in runs if run.run_id]
-    if not sent:
-        return
-    first = sent[0]
-    try:
-        uri = usable_uri(str(first.uri))
-        client = connect(uri)
-        experiment = client.get_experiment(first.experiment_id).name
-        name, key = f"search-{search.study.study_name}", f"search-{first.key}"
-        above = create_run(client, experiment, name, key, first.started_s)
-        precisions = dict.fromkeys(run.tags["precision"] for run in sent)
-        client.set_tag(above.info.run_id, "precision", ", ".join(precisions))
-        for run in sent:
-            client.set_tag(str(run.run_id), "mlflow.parentRunId", above.info.run_id)
-        if above.info.status != "FINISHED":
-            client.set_terminated(above.info.run_id)
-    except Exception as error:  # of many kinds, by MLflow and what lies below it
-        print(f"the search is not in MLflow ({first_line(error)}); run the same command again to retry")
-    else:
-        print(shown_at(uri, above.info.experiment_id, above.info.run_id))
 
 
 def _complete(search: Search) -> list[FrozenTrial]:

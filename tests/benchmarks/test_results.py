@@ -12,12 +12,13 @@ import pytest
 from benchmarks import results
 from benchmarks.picture import draw
 from benchmarks.results import (
+    Origin,
     blocks,
     brief,
     filled,
     filled_table,
+    here,
     keep,
-    machine_name,
     read_folder,
     read_machines,
     shown,
@@ -36,7 +37,7 @@ def test_a_cpu_is_named_with_its_bf16_instructions() -> None:
     """AMD EPYC is the name of processors with and without them."""
     for flag, words in (("avx2", ""), ("avx512_bf16", "avx512-bf16-"), ("amx_bf16", "amx-")):
         cpu = replace(CPU, name="AMD EPYC", cpu_cores=2, cpu_flags=frozenset({flag}))
-        assert machine_name(cpu) == f"amd-epyc-{words}2-cores"
+        assert here(cpu).machine == f"amd-epyc-{words}2-cores"
 
 
 def test_machines_have_titles_in_an_order_and_another_one_is_shown_by_its_file(
@@ -56,7 +57,7 @@ def test_machines_have_titles_in_an_order_and_another_one_is_shown_by_its_file(
         ("peak memory", "x", (0.9996, 0.9996, 0.9996), "", "1.00x", "1.00x"),
         ("loss, a over b", "x", (1.0003, 0.9989, 1.0016), "", "+0.03 % [-0.11, +0.16]", None),
         ("loss, a over b", "x", (28.83, 24.97, 33.28), "", "29x [25, 33]", None),
-        ("loss", "%", (0.012, -0.047, 0.072), "EQUIVALENT", "+0.01 % [-0.05, +0.07] EQUIVALENT", "same within 0.3 %"),
+        ("loss", "%", (0.012, -0.047, 0.072), "EQUIVALENT", "+0.01 % [-0.05, +0.07] EQUIVALENT", "same within 0.5 %"),
         ("loss", "%", (0.759, 0.423, 1.095), "WORSE", "+0.76 % [+0.42, +1.09] WORSE", "+0.76 % worse"),
         ("top1", "%", (98.31, 98.31, 98.31), "", "98.3 %", None),
         ("time", "s", (128.43, 128.43, 128.43), "", "128 s", None),
@@ -66,7 +67,7 @@ def test_machines_have_titles_in_an_order_and_another_one_is_shown_by_its_file(
 def test_a_measurement_in_a_cell(
     name: str, unit: str, ends: tuple[float, ...], verdict: str, cell: str, short: str | None
 ) -> None:
-    found = dict(zip(("value", "low", "high"), ends, strict=True)) | {"unit": unit, "verdict": verdict}
+    found = dict(zip(("value", "low", "high"), ends, strict=True)) | {"unit": unit, "verdict": verdict, "margin": 0.005}
     assert shown(name, found) == cell
     assert short is None or brief(name, found) == short
 
@@ -123,23 +124,26 @@ def test_the_newest_measurement_of_clean_code_replaces_the_earlier_one(
 ) -> None:
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr(results, "PROJECT", tmp_path)
-    git = {"commit": "a", "dirty": "false"}
-    monkeypatch.setattr(results, "git_facts", lambda: git)
+    origin = Origin(CPU.facts(), {}, {"commit": "a", "dirty": "false"}, "2026-12-01")
     one = {"value": 2.0, "low": 1.5, "high": 2.5, "unit": "x"}
-    keep(CPU, "first", {"speed": one, "other": one})
-    keep(CPU, "second", {"speed": one | {"value": 2.25}})
-    git["dirty"] = "true"
-    assert keep(CPU, "third", {"speed": one}).startswith("not kept: commit your changes first")
-    kept = json.loads((tmp_path / f"{machine_name(CPU)}.json").read_text())["measurements"]
+    keep(origin, "first", {"speed": one, "other": one})
+    keep(origin, "second", {"speed": one | {"value": 2.25}})
+    changed = replace(origin, git={"commit": "a", "dirty": "true"})
+    assert keep(changed, "third", {"speed": one}).startswith("not kept: ")
+    kept = json.loads((tmp_path / f"{origin.machine}.json").read_text())["measurements"]
     assert {name: (found["value"], found["command"]) for name, found in kept.items()} == {
         "speed": (2.25, "second"),
         "other": (2.0, "first"),
     }
 
 
-def test_a_folder_that_measured_nothing_is_named(tmp_path: Path) -> None:
+def test_what_a_folder_measured_is_of_its_own_machine_and_commit(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no finished comparison and no claim"):
         read_folder(tmp_path)
+    there: dict[str, Any] = {"hardware": replace(CPU, name="Another").facts(), "versions": {"torch": "1"}}
+    there["git"] = {"commit": "b", "dirty": "false"}
     found = {"claim": "mine", "command": "c", "rows": [{"quantity": "throughput, a over b", "value": 2.0}]}
-    (tmp_path / "claim.json").write_text(json.dumps(found))
-    assert read_folder(tmp_path) == ("c", {"mine: throughput, a over b": {"value": 2.0}})
+    (tmp_path / "claim.json").write_text(json.dumps(there | found))
+    origin, command, measured = read_folder(tmp_path)
+    assert (origin.machine.partition("-")[0], origin.git["commit"]) == ("another", "b")
+    assert (command, measured) == ("c", {"mine: throughput, a over b": {"value": 2.0}})

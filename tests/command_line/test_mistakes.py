@@ -391,16 +391,14 @@ diff outputs/ended | - | 1 given; give two run folders, or two logs
 diff outputs/ended runs/mine | third | -
 diff outputs/ended | nowhere | b=nowhere: there is no such folder; give a run folder, such as outputs/ended
 diff outputs/ended | ended | b=ended: there is no such folder; set b=outputs/ended
-diff log.csv | logs | b=logs is not the folder of a run, but has a log; set b=logs/metrics.csv
 diff outputs/ended | folder | folder is not the folder of a run
 diff log.csv | outputs/ended | b is a run folder, and the other one a file; set b=outputs/ended/metrics.jsonl
-diff log.csv | here.db | b=here.db is no log (.jsonl, .json, .csv), and no run folder
+diff log.csv | here.db | b=here.db is no log (.jsonl, .csv, .json), and no run folder
 diff log.csv | nowhere.csv | there is no nowhere.csv
 diff log.csv log.csv | step=samples | step=samples is no column of numbers in log.csv or log.csv; leave it out
-diff outputs/ended runs/mine | step=samples | step=samples has no effect on runs, whose steps are known; leave it out
+diff outputs/ended runs/mine | step=samples | step=samples has no effect: the steps of runs are known; leave it out
 diff outputs/ended runs/mine | repaly=false | ; set replay=false
 reproduce | claim=bignet_memroy | claim=bignet_memroy is not a claim
-reproduce | claim=bignet_memory all=true | claim=… and all=true exclude each other
 reproduce | claim=bignet_memory steps=3 | a claim's file fixes all other options
 reproduce | claim=shakespeare_cpu device=cpu | it needs data.path=…
 reproduce claim=bignet_memory | device=tpu | -
@@ -427,9 +425,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("empty", "folder"):
         (folder / name).mkdir(parents=True)
     (folder / "here.db").touch()
-    (folder / "logs").mkdir()
-    for name in ("log.csv", "logs/metrics.csv"):
-        (folder / name).write_text("step,loss\n1,2\n")
+    (folder / "log.csv").write_text("step,loss\n1,2\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MANTISSA_CACHE", str(folder / "cache"))
         patch.chdir(folder)

@@ -94,6 +94,10 @@ def test_a_comparison_continues_and_neither_plan_nor_seeds_may_change(
         looked("seeds=4")
     with pytest.raises(UserError, match=r"holds another comparison, with another margin .*; give this one a name="):
         looked("seeds=0,1,2,3,5", "margin=1%")
+    with monkeypatch.context() as edited:
+        edited.setattr("evidence.comparison.compare.code_digest", lambda recipe_path: "edited")
+        with pytest.raises(UserError, match="holds another comparison, with another code"):
+            looked("seeds=0,1,2,3,5")
     with in_use(found.plan.folder), pytest.raises(UserError, match="in use by another process"):
         looked("seeds=0,1,2,3,5")  # it would remove the other's unfinished runs
     assert uri in found.plan.common  # for the runs

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from evidence.runs import Arm, Runner, _last_error, cpu_share_of_others, gpu_shares_of_others
+from evidence.runs import Arm, Runner, _last_error, code_digest, cpu_share_of_others, gpu_shares_of_others
 from mantissa.verdict.runs import Run
 from mantissa.verdict.shell import Ended
 
@@ -98,6 +99,21 @@ def test_the_numbers_of_a_run_are_those_of_its_files(
     assert run.curve == ([10, 20], [3.0, 2.0])
 
 
+@pytest.mark.parametrize(
+    ("losses", "curve"), [((3.0, None, 2.0), ([10, 30], [3.0, 2.0])), ((3.0, 2.0, None), ([], []))]
+)
+def test_what_is_kept_of_losses_that_are_not_finite_is_json(
+    losses: tuple[float | None, ...],
+    curve: tuple[list[int], list[float]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a run that ends in one there is no curve, which would end at another loss than the run."""
+    run = read(tmp_path, monkeypatch, losses=losses, final={"valid/loss": losses[-1]})
+    assert run.curve == curve
+    json.dumps(asdict(run), allow_nan=False)
+
+
 @pytest.mark.parametrize("why", ["bf16 matmuls: fp32 arithmetic", "emulated: quality only, no speed"])
 def test_a_run_says_in_which_arithmetic_it_was_computed(
     why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -122,6 +138,22 @@ def test_a_run_that_failed_has_no_numbers_and_one_that_diverged_has_a_loss_that_
 def test_a_run_that_was_interrupted_ends_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         read(tmp_path, monkeypatch, 130)
+
+
+def test_an_edit_of_what_runs_are_made_of_is_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evidence.runs.PROJECT", tmp_path)
+    own = tmp_path / "own"
+    files = [tmp_path / "trainer" / "a.py", tmp_path / "conf" / "b.yaml", own / "mine.py", own / "conf" / "c.yaml"]
+    for path in files:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    seen = {code_digest(str(own))}
+    for path in files:
+        path.write_text("edited")
+        seen.add(code_digest(str(own)))
+    assert len(seen) == 1 + len(files)
+    (tmp_path / "README.md").write_text("edited")
+    assert code_digest(str(own)) in seen
 
 
 def test_the_load_of_others_is_that_of_the_cpus_that_runs_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

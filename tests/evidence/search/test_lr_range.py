@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +70,7 @@ def test_it_ends_at_a_loss_that_is_not_finite_but_not_at_a_step_that_the_loss_sc
 def test_it_takes_the_steps_of_training() -> None:
     """With one rate for all steps, the losses are those of a run with a constant schedule."""
     config = compose(*BIGNET, "precision=bf16", "steps=5", "schedule=constant", "schedule.warmup_steps=0")
-    near = range_test(config, CPU, 1e-3 * (1 - 1e-12), 1e-3, "")
+    near = range_test(config, 1e-3 * (1 - 1e-12), 1e-3, "")
     trainer = Trainer.from_config(config, CPU)
     assert trainer.config.optimizer.lr == 1e-3
     losses = [float(trainer.train_step(batch).loss) for batch in trainer.batches()]
@@ -87,3 +88,13 @@ def test_the_command_suggests_a_rate_and_leaves_no_run(tmp_path: Path, capsys: p
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [folder / "lr_range.png"]
     with pytest.raises(RunError, match=r"the loss does not fall within this range: set a larger max"):
         lr_range([*BIGNET, "min=1e-12", "max=1e-11", "steps=21", f"output_dir={tmp_path}"])
+
+
+def test_each_test_is_on_the_device_of_its_own_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("evidence.search.lr_range", "trainer.trainer"):
+        monkeypatch.setattr(f"{module}.detect", lambda device: replace(CPU, name=device))
+    used: list[str] = []
+    monkeypatch.setattr(RangeTrainer, "batches", lambda trainer: used.append(trainer.hardware.name) or iter(()))
+    with pytest.raises(RunError):
+        lr_range([*BIGNET, "precision=fp32", "device=cpu,cuda:0", f"output_dir={tmp_path}"])
+    assert used == ["cpu", "cuda:0"]
