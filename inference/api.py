@@ -50,7 +50,7 @@ def generate(run: Weights, prompt: str, *overrides: str, **options: Any) -> list
     """Print texts of a trained language model, word by word, and return them.
 
     Args:
-        run: the model, of gpt2, llama or t5.
+        run: the model: one that continues a text, or a t5.
         prompt: how the text begins; for t5, a text with gaps.
         overrides: such as ``"precision=fp32"``.
         options: those of scripts/generate.py: ``n=2``, ``temperature=0.8``, ``top_k=50``, ``top_p=0.9``, ``seed=1``,

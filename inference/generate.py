@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +13,12 @@ from torch import Tensor, nn
 from inference.load import Exported
 from inference.options import GenerateOptions
 from inference.run_config import configure
+from recipes.causal_lm import CausalLM
 from recipes.data.text.tokenizers import Characters
 from recipes.huggingface import generated, positions_of
 from trainer.config.options import parse
 from trainer.errors import RunError, UserError
 from trainer.terminal import on_error_stream
-
-CAUSAL = ("gpt2", "llama", "causal_lm")
-"""Recipes whose models continue a text; t5 answers it."""
 
 
 @on_error_stream()
@@ -43,29 +40,32 @@ def generation(exported: Exported, options: GenerateOptions, overrides: Sequence
     """
     from transformers import AutoTokenizer
 
-    causal = exported.recipe in CAUSAL
-    if not causal and exported.recipe != "t5":
+    run = configure(exported, overrides, with_data=False)
+    recipe, device = run.config.recipe, run.hardware.device
+    causal = isinstance(recipe, CausalLM)
+    if not getattr(recipe, "generates", False):
         other = "scripts/predict.py" if "classes" in exported.config else "scripts/evaluate.py"
         raise UserError(
             f"run={exported.given} is a {exported.recipe}, which cannot generate text; "
-            f"give a run of {', '.join(CAUSAL)} or t5, or use {other}"
+            f"give a run of {', '.join(options.recipes())}, or use {other}"
         )
-    run = configure(exported, overrides, with_data=False)
-    device = run.hardware.device
     own, tokenizer = exported.tokenizer(), AutoTokenizer.from_pretrained(exported.folder)
-    # An error of ours names the characters that the text lacks. Transformers adds the end of T5's input; if verbose, it
-    # would warn of a long prompt, which is cropped here.
-    encoded = own.encode if isinstance(own, Characters) else partial(tokenizer.encode, verbose=False)
+    # What training here puts around a text: nothing, but the end of T5's input. A folder alone may be of another
+    # program's model, which wants what its tokenizer adds, such as the beginning of a text.
+    adds = not causal or exported.run is None
     prompt = options.prompt
     if options.chat:
         if not (causal and tokenizer.chat_template):
             raise UserError(f"chat=true: the tokenizer of run={exported.given} has no chat template", "chat=false")
         message = [{"role": "user", "content": prompt}]
         prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        encoded = partial(tokenizer.encode, verbose=False, add_special_tokens=False)  # the template has them
+        adds = False  # the template has them
     continued = causal and not options.chat
     try:
-        tokens = encoded(prompt)
+        # An error of ours names the characters that the text lacks. If verbose, transformers would warn of a long
+        # prompt, which is cropped here.
+        is_own = isinstance(own, Characters)
+        tokens = own.encode(prompt) if is_own else tokenizer.encode(prompt, verbose=False, add_special_tokens=adds)
     except Exception as error:
         if type(error) is not Exception:  # the tokenizers library has no type for its own
             raise
@@ -82,7 +82,7 @@ def generation(exported: Exported, options: GenerateOptions, overrides: Sequence
     ids = torch.tensor([tokens], dtype=torch.int64)
     network = exported.network(run.config.precision.loaded_dtype)
     # Under the names that it has in training, which precision.modules and the recipe's blocks may use.
-    run.in_precision(nn.ModuleDict({exported.recipe: network, "network": network}) if causal else network)
+    run.in_precision(nn.ModuleDict({recipe.name: network, "network": network}) if causal else network)
     torch.manual_seed(options.seed)
     written, texts, started = 0, [], time.perf_counter()
     for number in range(1, options.n + 1):

@@ -53,7 +53,8 @@ class Exported:
     def positions(self) -> int | None:
         """How many tokens the model takes; None: any number, or it is of no text."""
         longest = self.config.get("n_positions", self.config.get("max_position_embeddings")) or -1
-        return None if self.recipe == "t5" or longest < 0 else longest  # t5's are relative; XLNet's are -1
+        is_t5 = self.config.get("model_type") == "t5"
+        return None if is_t5 or longest < 0 else longest  # T5's are relative; XLNet's are -1
 
     def model(self, recipe: Recipe, datasets: Datasets, dtype: torch.dtype) -> nn.Module:
         """Return the model that the recipe evaluates with its weights, on the CPU, in evaluation mode.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from trainer.config.options import Overriding
+from trainer.config.registration import groups
 from trainer.errors import UserError, check_choice, check_range, check_seed
 from trainer.run_folder import RunFolder, is_in_mlflow, such_as
 
@@ -26,18 +27,20 @@ class RunOptions(Overriding):
 
     positional = "run"
 
-    recipes: ClassVar[Collection[str]] = ()
-    """Those whose runs the script takes; none: of any."""
-
     run: str = ""
     """A run folder, its ``best/``, another exported folder, or ``mlflow:RUN_ID``."""
 
     def __post_init__(self) -> None:
         if not self.run:
-            near = such_as(Path("outputs"), "outputs", "run", self.recipes)
+            near = such_as(Path("outputs"), "outputs", "run", self.recipes())
             raise UserError(f"missing required option: run; give a run folder{near}")
         if not is_in_mlflow(self.run):
-            RunFolder.open("run", self.run, "outputs", recipes=self.recipes)
+            RunFolder.open("run", self.run, "outputs", recipes=self.recipes())
+
+    @classmethod
+    def recipes(cls) -> list[str]:
+        """Return the recipes whose runs the script takes; none: of any."""
+        return []
 
     def find(self) -> Exported:
         """Return the weights that ``run`` names.
@@ -72,8 +75,6 @@ class EvaluateOptions(RunOptions):
 class GenerateOptions(RunOptions):
     """Options of scripts/generate.py."""
 
-    recipes = ("gpt2", "llama", "causal_lm", "t5")
-
     prompt: str = ""
     chat: bool = False
     n: int = 1
@@ -91,12 +92,14 @@ class GenerateOptions(RunOptions):
         check_range("temperature", self.temperature, "[0, inf)")
         check_range("top_p", self.top_p, "(0, 1]")
 
+    @classmethod
+    def recipes(cls) -> list[str]:
+        return [name for name, recipe in groups()["recipe"].items() if getattr(recipe, "generates", False)]
+
 
 @dataclass
 class PredictOptions(RunOptions):
     """Options of scripts/predict.py."""
-
-    recipes = ("resnet",)
 
     path: str = ""
     top: int = 5
@@ -109,3 +112,7 @@ class PredictOptions(RunOptions):
             raise UserError("missing required option: path; set a photo or a folder of photos, such as path=photo.jpg")
         if not Path(self.path).expanduser().exists():
             raise UserError(f"path={self.path}: there is no such file or folder; give a photo, or a folder of them")
+
+    @classmethod
+    def recipes(cls) -> list[str]:
+        return [name for name, recipe in groups()["recipe"].items() if recipe.mixes_images]

@@ -10,8 +10,11 @@ from torch import nn
 
 from inference.load import Exported
 from inference.options import GROUPS, KEYS
+from recipes.causal_lm import CausalLM
 from recipes.huggingface import check_context
+from recipes.text_classifier import TextClassifier
 from trainer.config.compose import compose, key_of
+from trainer.config.registration import groups
 from trainer.config.schema import Config
 from trainer.config.settle import MICRO, Plan, plan_of, settle
 from trainer.data.contract import Datasets
@@ -95,21 +98,16 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
     if exported.run:
         recorded = _of_run(exported, other_data, with_data, split)
     elif with_data and "data" not in typed:
-        example = (
-            "data=imagefolder data.path=photos" if exported.recipe == "resnet" else "data=text data.path=notes.txt"
-        )
+        is_of_images = "image_size" in exported.config
+        example = "data=imagefolder data.path=photos" if is_of_images else "data=text data.path=notes.txt"
         raise UserError(
             f"run={exported.given} is an exported model without its run, so its data is not known; "
             f"add data=…, such as {example}"
         )
     else:
         recorded = _of_folder(exported)
-    if exported.recipe in ("causal_lm", "text_classifier") and not (
-        recorded.get("recipe.model_type") or recorded.get("recipe.pretrained")
-    ):
-        recorded |= {"recipe.model_type": exported.config["model_type"], "recipe.config": {}}
-        if exported.positions is not None:
-            recorded["recipe.config"] = {"max_position_embeddings": exported.positions}
+    if recorded.get("recipe.model_type", "") is None:  # training began with pretrained weights
+        recorded |= _type_of(exported)
     sizes = [override.partition("=")[2] for override in overrides if key_of(override) == MICRO]
     micro_batch_size = sizes[-1] if sizes else recorded.get(MICRO, "auto")
     # Training's batch need not be a multiple of the microbatch.
@@ -140,19 +138,27 @@ def _of_run(exported: Exported, other_data: bool, with_data: bool, split: str) -
     return recorded
 
 
+def _type_of(exported: Exported) -> dict[str, Any]:
+    """Return the options that say of which of transformers' types the model is, and how many tokens it takes."""
+    takes = {} if exported.positions is None else {"max_position_embeddings": exported.positions}
+    return {"recipe.model_type": exported.config["model_type"], "recipe.config": takes}
+
+
 def _of_folder(exported: Exported) -> dict[str, Any]:
     """Return what an exported folder without its run says about its options, by dotted key."""
-    config, is_images = exported.config, exported.recipe == "resnet"
+    config, recipe = exported.config, groups()["recipe"][exported.recipe]
     options: dict[str, Any] = {}
     if "options" in config:  # of a recipe without a library that knows it
         options = config["options"]
-    elif is_images:
+    elif "arch" in config:
         options = {"arch": config["arch"], "image_size": config["image_size"]}
-    elif exported.recipe == "text_classifier":
+    elif issubclass(recipe, TextClassifier):
         options = {"pretrained": str(exported.folder)}
     elif exported.positions is not None:
         options = {"context": min(exported.positions, _LONGEST)}
     recorded = {"recipe": exported.recipe} | {f"recipe.{key}": value for key, value in options.items()}
+    if recipe is CausalLM:  # its presets have one type
+        recorded |= _type_of(exported)
     if (part := config.get("evaluated_part")) is not None:
         recorded |= {"augment": "none"} if part == 1 else {"augment": "imagenet", "augment.eval_crop": part}
     return recorded

@@ -48,6 +48,7 @@ class CausalLM(AnyModel):
     known_sum = True
     unit = "tokens"
     task = "CAUSAL_LM"
+    generates = True
     cpu_sizes = Sizes(steps=200, batch_size=8, micro_batch_size=8)
     gpu_sizes = Sizes(steps=200, batch_size=8, micro_batch_size=8)
     longest = 1024
@@ -144,9 +145,10 @@ class CausalLM(AnyModel):
         """
         if network.device.type == "meta":
             return
-        rows = torch.arange(4).repeat(3, 1) % network.config.vocab_size
-        rows[1, 3] -= 3  # another end
-        rows[2, :2] += 2  # another text before the last two
+        rows = torch.arange(4).repeat(3, 1)
+        rows[1, 3] += 1  # another end
+        rows[2, :2] += 1  # another text before the last two
+        rows %= network.config.vocab_size  # which may be of a few characters
         takes = "position_ids" in inspect.signature(network.base_model.forward).parameters
         borders = {"position_ids": torch.tensor([[0, 1, 0, 1]]).expand(3, -1)} if packing and takes else {}
         balance = {"output_router_logits": True} if balance_of(network) else {}

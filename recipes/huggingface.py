@@ -60,6 +60,8 @@ class TransformersRecipe(Recipe):
     reads_data = True
     longest: ClassVar[int] = 512
     """Tokens of a sample of a pretrained model that takes more, where ``context`` is auto."""
+    generates: ClassVar[bool] = False
+    """Whether its models write text, as scripts/generate.py shows."""
     says_new_head = False
     """Whether ``resolve`` says what becomes of the head of pretrained weights."""
     vocabulary_multiple = 1

@@ -128,13 +128,13 @@ def _linear_layers(network: Any) -> list[str]:
     """
     from transformers.pytorch_utils import Conv1D
 
-    inside, output = set(network.base_model.modules()), network.get_output_embeddings()
-    linear = {
-        name: module
+    inside = set(network.base_model.modules()) - {network.get_output_embeddings()}
+    left_out = set(routers(network))
+    return [
+        name
         for name, module in network.named_modules()
-        if module in inside and module is not output and isinstance(module, (nn.Linear, Conv1D))
-    }
-    return [name for name in linear if name not in routers(network)]
+        if module in inside and isinstance(module, (nn.Linear, Conv1D)) and name not in left_out
+    ]
 
 
 def _check_targets(network: Any, targets: list[str]) -> None:

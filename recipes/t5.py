@@ -109,6 +109,7 @@ class T5(SizedRecipe):
     cpu_sizes = Sizes(steps=500, batch_size=32, micro_batch_size=32)  # a minute or two
     gpu_sizes = Sizes(steps=500, batch_size=32, micro_batch_size=32)  # the published batch is 128
     masks_attention = True
+    generates = True
     least_context = 16
     size: str = "auto"
     """nano, small or base; auto: nano on a CPU, small on a GPU."""

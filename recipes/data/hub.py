@@ -19,7 +19,7 @@ from recipes.data.tables import header, table_options
 from recipes.data.text.chats import TRAIN_ON, WANTED, Chats, chat_columns, open_chats, split_rows, used_columns
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.documents import Text, split
-from recipes.data.text.files import NAMES, encoding_of, is_text, not_read, typed
+from recipes.data.text.files import NAMES, PART_OF, encoding_of, is_text, not_read, typed
 from recipes.data.text.labelled import Encoding, LabelledDatasets, LabelledRows, LabelledSource, check_parts, opened
 from recipes.data.text.pretrained import local_path, opening
 from recipes.data.text.rows import ROWS, empty_line, text_of
@@ -66,8 +66,8 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
     train_split: str = "train"
     """Split to train on."""
     valid_split: str | None = None
-    """Split to validate on; null: validation or test, whichever exists. If neither does, or this names the training
-    split, ``valid_fraction`` of the training split is held out. """
+    """Split to validate on; null: the one called validation, valid or val. Without one, or where this names the
+    training split, ``valid_fraction`` of the training split is held out."""
     test: str | None = None
     """Test split, evaluated once, at the end, with the best weights."""
     text_column: str | None = None
@@ -266,8 +266,9 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         """Return the split to validate on; None: a part of the training split is."""
         if self.valid_split is not None:
             return None if self.valid_split == self.train_split else self.valid_split
-        names = [name for name in ("validation", "test") if name not in (self.train_split, self.test)]
-        return next((name for name in names if self._has_rows(name)), None)
+        names = [name for name in self._splits if PART_OF.get(name) == "valid"]
+        others = [name for name in names if name not in (self.train_split, self.test)]
+        return next((name for name in others if self._has_rows(name)), None)
 
     def _has_rows(self, name: str) -> bool:
         """Return whether a split is there, and not empty as far as that is known before it is streamed."""

@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5ForConditionalGeneration
 
-from tests.inference.conftest import script
+from recipes.huggingface import generated
+from tests.command_line.conftest import _command
+from tests.inference.conftest import JOBS, SIZES, script
 
 generate = script("inference.generate:generate")
 
@@ -139,6 +141,58 @@ def test_a_chat_gets_the_answer_to_the_prompt_by_the_tokenizers_template(here: P
     assert answer.code == 0, answer.err
     continued = generate(f"run={folder}", "prompt=Q: The fox\nA:", *chat[2:])
     assert f"Q: The fox\nA:{answer.out}" == continued.out
+
+
+def test_a_prompt_begins_as_the_texts_of_training_did(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They had no token before them, though the tokenizer adds one; the model of a folder alone may want it."""
+    run = shutil.copytree("outputs/gpt2", tmp_path / "run")
+    tokenizer = json.loads((run / "best/tokenizer.json").read_text())
+    begin = {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": begin["id"], "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {begin["id"]: begin},
+    }
+    (run / "best/tokenizer.json").write_text(json.dumps(tokenizer))
+    seen = []
+
+    def watched(network: Any, ids: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+        seen.append(ids[0].tolist())
+        return generated(network, ids, *given, **options)
+
+    monkeypatch.setattr("inference.generate.generated", watched)
+    for folder in (run, shutil.copytree(run / "best", tmp_path / "alone")):
+        done = generate(f"run={folder}", "prompt=The fox", "max_new_tokens=1")
+        assert done.code == 0, done.err
+    assert seen[1] == [0, *seen[0]]
+
+
+OWN = '''"""A Recipe of one's own."""
+from dataclasses import dataclass
+from typing import ClassVar
+
+from recipes.causal_lm import CausalLM
+
+
+@dataclass
+class Mine(CausalLM):
+    name: ClassVar[str] = "mine"
+'''
+
+
+def test_a_recipe_of_ones_own_that_continues_texts_generates(here: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/mine.py").write_text(OWN)
+    small = JOBS["windows"][1:]
+    own = ("recipe=mine", f"recipe_path={tmp_path / 'mine'}", f"output_dir={tmp_path}", "run_name=run", "steps=2")
+    trained = _command(*own, *small, *SIZES, "data=text", "data.path=text.txt")
+    assert trained.code == 0, trained.err
+    done = generate(f"run={tmp_path}/run", "prompt=The fox", "max_new_tokens=2")
+    assert done.code == 0, done.err
+    assert done.out.startswith("The fox")
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

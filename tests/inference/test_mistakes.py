@@ -48,7 +48,7 @@ generate prompt=a GPT2 max_new_tokens=4 | seed=99999999999999999999999 | must li
 generate prompt=a GPT2 max_new_tokens=4 | top_p=0 | must be above 0 and at most 1
 generate prompt=a GPT2 max_new_tokens=4 | data=text | has no effect on a model that is trained
 generate prompt=a GPT2 max_new_tokens=4 | precision=bf61 | -
-generate prompt=a run=outputs/bert | - | is a bert, which cannot generate text; give a run of gpt2, llama, causal_lm
+generate prompt=a run=outputs/bert | - | is a bert, which cannot generate text; give a run of causal_lm
 generate prompt=a PHOTOS | - | is a resnet, which cannot generate text
 EVALUATE outputs/images | run=outputs/gpt2 | run is typed twice, and takes one value; set run=outputs/gpt2
 predict PHOTOS | path=https://example.org/a.png | an address is not opened; download what is there

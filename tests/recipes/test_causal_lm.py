@@ -60,6 +60,11 @@ def test_what_makes_no_model_is_a_sentence(given: list[str], problem: str, remed
     assert list(refused.value.remedies[:1]) == [remedy] * (remedy is not None)
 
 
+def test_a_vocabulary_of_a_few_characters_is_tried_out() -> None:
+    small = [option for option in QWEN3 if not option.startswith("data.")]
+    trainer_of(*small, "data.vocab_size=3", "recipe.vocabulary_multiple=1")
+
+
 def test_options_go_by_the_names_of_the_config_and_by_those_that_all_models_share() -> None:
     bloom = trainer_of("recipe=causal_lm", "recipe.model_type=bloom", "recipe.config.num_hidden_layers=3",
                        "recipe.config.n_head=4", "recipe.config.hidden_size=32", *DATA)  # fmt: skip

@@ -74,6 +74,9 @@ def texts(data: TokenData) -> tuple[str, str]:
     return train, valid
 
 
+SPLITS = {"train": "train", "val": "validation"}
+
+
 def test_which_split_is_validated_on(stories: Path) -> None:
     def opened(**options: str) -> tuple[str, str, str]:
         data = Hub(name=str(stories), tokenizer="bytes", **options).tokens(None)
@@ -86,14 +89,24 @@ def test_which_split_is_validated_on(stories: Path) -> None:
     assert sum(story in valid for story in STORIES[:280]) == 28
     assert sum(story in train for story in STORIES[:280]) == 252
     assert STORIES[280] not in train + valid
-    (stories / "validation.jsonl").rename(stories / "test.jsonl")
+    files = "\n".join(f"  - {{split: {split}, path: {file}.jsonl}}" for split, file in SPLITS.items())
+    (stories / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n{files}\n---\n")
     _, valid, description = opened()
-    assert STORIES[280] in valid
-    assert "(the dataset's split test)" in description
-    data = Hub(name=str(stories), tokenizer="bytes", test="test").tokens(None)
-    assert data.test is not None
-    assert data.tokenizer.decode(data.test.tolist()).startswith(STORIES[280])
-    assert STORIES[280] not in "".join(texts(data))  # it is kept for the end
+    assert (valid, "(the dataset's split val)" in description) == ("\n".join(STORIES[280:]), True)
+
+
+def test_a_test_split_is_no_validation_unless_it_is_asked_for(stories: Path) -> None:
+    """Else the best weights would be those of the test."""
+    (stories / "validation.jsonl").rename(stories / "test.jsonl")
+    source = Hub(name=str(stories), tokenizer="bytes")
+    data = source.tokens(None)
+    assert data.test is None
+    assert STORIES[280] not in "".join(texts(data))
+    assert STORIES[280] in texts(replace(source, valid_split="test").tokens(None))[1]
+    tested = replace(source, test="test").tokens(None)
+    assert tested.test is not None
+    assert tested.tokenizer.decode(tested.test.tolist()).startswith(STORIES[280])
+    assert STORIES[280] not in "".join(texts(tested))  # it is kept for the end
 
 
 LINES = "A line.\nAnother one.\n\nA third one.\n" * 9
@@ -185,12 +198,11 @@ def labelled(folder: Path, names: list[str], **splits: list[int]) -> Hub:
     return Hub(name=str(folder / "labelled"))
 
 
-def test_a_test_split_is_validated_on_where_it_has_labels(tmp_path: Path) -> None:
-    whole = labelled(tmp_path / "whole", ["a", "b"], train=[0, 1] * 5, test=[1, 0]).images(8)
+def test_a_split_without_labels_is_named(tmp_path: Path) -> None:
+    whole = labelled(tmp_path / "whole", ["a", "b"], train=[0, 1] * 5, validation=[1, 0]).images(8)
     assert whole.valid.batch([SampleId(0, None), SampleId(1, None)])["label"].tolist() == [1, 0]
-    assert "(the dataset's split test)" in whole.description
-    source = labelled(tmp_path, ["a", "b"], train=[0, 1] * 5, test=[-1] * 4)
-    with pytest.raises(UserError, match=r"data\.valid_split=test: row 0 .*data\.valid_split=train"):
+    source = labelled(tmp_path, ["a", "b"], train=[0, 1] * 5, validation=[-1] * 4, test=[-1] * 4)
+    with pytest.raises(UserError, match=r"data\.valid_split=validation: row 0 .*data\.valid_split=train"):
         source.images(8)
     data = replace(source, valid_split="train").images(8)
     assert (len(data.train), len(data.valid)) == (8, 2)
