@@ -15,6 +15,9 @@ import torch
 
 PROJECT = Path(__file__).resolve().parents[1]
 
+# No test asks a network. The libraries read this at their import, and at a closed port they give up at once.
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
+
 # A shell starts background processes with Ctrl-C ignored, nohup without hang-ups; what tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -78,9 +81,21 @@ def commands_in_this_process() -> Iterator[None]:
     """What commands change in this process is undone."""
     yield
     torch.use_deterministic_algorithms(False)
-    logger = logging.getLogger("mantissa")  # the terminal took it over
+
+
+@pytest.fixture(autouse=True)
+def own_logger() -> Iterator[None]:
+    """A terminal of a command, which takes the logger over, leaves it behind; also one of a fixture of the file."""
+    _reset_logger()
+    yield
+    _reset_logger()
+
+
+def _reset_logger() -> None:
+    logger = logging.getLogger("mantissa")
     logger.handlers.clear()
     logger.propagate = True
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture

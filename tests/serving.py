@@ -13,36 +13,27 @@ from pathlib import Path
 from trainer.tracking.ui import HOST
 
 UI = Path(__file__).resolve().parents[1] / "scripts" / "ui.py"
-
-
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        return int(free.getsockname()[1])
-
-
-def serve_ui(*options: str) -> tuple[subprocess.Popen[str], str]:
-    """Start it in the current folder, and return it with what it has printed until MLflow's server runs."""
-    process = subprocess.Popen(
-        [sys.executable, UI, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout
-    printed = ""
-    for line in process.stdout:
-        printed += line
-        if "Uvicorn running on" in line:
-            return process, printed
-    raise AssertionError(f"the server ended with status {process.wait()}:\n{printed}")
+NOBODY = f"http://{HOST}:9"
+"""An address at which nobody listens."""
 
 
 @contextmanager
-def served(store: str, port: int | None = None) -> Iterator[str]:
-    """Serve a store at this address."""
-    port = port or free_port()
-    process, _ = serve_ui(f"port={port}", f"uri={store}")
+def served(store: str, folder: Path) -> Iterator[tuple[str, str]]:
+    """Serve a store, and files of ``folder``; yields the address, and what was printed until MLflow's server ran."""
+    printed = "cannot be used"
+    while "cannot be used" in printed or "address already in use" in printed:  # the port that was free is another's
+        with socket.socket() as free:
+            free.bind((HOST, 0))
+            port = free.getsockname()[1]
+        command = [sys.executable, UI, f"port={port}", f"uri={store}"]
+        process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert process.stdout
+        printed = ""
+        while (line := process.stdout.readline()) and "Uvicorn running on" not in line:
+            printed += line
     try:
-        yield f"http://{HOST}:{port}"
+        assert line, printed
+        yield f"http://{HOST}:{port}", printed
     finally:
         process.send_signal(signal.SIGINT)
         process.communicate()

@@ -25,23 +25,35 @@ TEXT = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic"
 # No batch norm, whose statistics would be those of each rank.
 IMAGES = ("recipe=resnet", "recipe.arch=timm/test_convnext", "data=digits", "augment=light", "device=cpu")
 STEPS = ("steps=4", "batch_size=8", "micro_batch_size=2", "clip=norm", "eval_samples=4")
-SGD, HALVES = ("optimizer=sgd", "optimizer.lr=0.1"), ("fp16_master", "bf16_sr", "bf16_pure", "fp16_pure")
-CHANGES = (("bf16", "fp32"), ("fp32", "fp16"))
 RULES: dict[str, tuple[str, ...]] = {
-    "freeze bf16_master": ("freeze=['0.?',2.4.bias]", "precision=bf16_master"),
-    "groups": ("optimizer.groups={0.0.*:{lr:3},bias:{lr:0.5},1.?:{weight_decay:0.5}}", "optimizer.layer_decay=0.8"),
-    "muon bf16": ("optimizer=muon", "optimizer.lr=0.02", "optimizer.groups={bias:{lr:0.5}}", "precision=bf16"),
+    "freeze bf16_master": (
+        *("freeze=['0.?',2.4.bias]", "precision=bf16_master", "ema=default", "ema.decay=0.5", "optimizer.lr=0.1"),
+    ),
     "lamb bf16_master": ("optimizer=lamb", "precision=bf16_master"),
-    "adafactor": ("optimizer=adafactor",),
-    "bf16 state": ("optimizer.state=bf16", "optimizer.layer_decay=0.8"),
-    "average bf16_master": ("ema=default", "ema.decay=0.5", "precision=bf16_master", "optimizer.lr=0.1"),
-    **{mode: (*SGD, f"precision={mode}", "scaler.init=1024") for mode in HALVES},
-    **{f"{a} then {b}": (f"precision={a}", f"precision.then={b}", "precision.until=2") for a, b in CHANGES},
-    "fp64": ("precision=fp64", "optimizer=muon", "optimizer.lr=0.02", "ema=default", "activation_checkpointing=blocks"),
+    **{mode: ("optimizer=sgd", "optimizer.lr=0.1", f"precision={mode}") for mode in ("bf16_sr", "bf16_pure")},
+    "fp32 then fp16, bf16 state": (
+        *("precision=fp32", "precision.then=fp16", "precision.until=2", "optimizer.state=bf16"),
+        "optimizer.layer_decay=0.8",
+    ),
+    "fp64": (
+        *("precision=fp64", "optimizer=muon", "optimizer.lr=0.02", "ema=default", "activation_checkpointing=blocks"),
+        "optimizer.groups={0.0.*:{lr:3},bias:{lr:0.5},1.?:{weight_decay:0.5}}",
+    ),
     "mixing": ("augment.mixup=0.4", "augment.cutmix=1"),
-    "lora bf16_master": ("recipe.lora.rank=2", "optimizer=sgd", "optimizer.lr=0.5", "precision=bf16_master"),
+    "lora fp16_master": (
+        *("recipe.lora.rank=2", "optimizer=sgd", "optimizer.lr=0.5", "precision=fp16_master", "scaler.init=1024"),
+    ),
 }
-"""Overrides by name."""
+"""Overrides by name. Each is of what a rank could do otherwise than one process, as many in one run as go together."""
+REFUSED_BY_FSDP: dict[str, tuple[tuple[str, ...], str]] = {
+    "adafactor": (("optimizer=adafactor",), "set parallel=ddp or optimizer=adamw"),
+    "bf16_sr": (RULES["bf16_sr"], "set precision=bf16_master or parallel=ddp"),
+    "fp16_pure": (
+        ("optimizer=sgd", "precision=fp16_pure"),  # no fused SGD
+        "set optimizer=adamw optimizer.name=AdamW or precision=fp16_master",
+    ),
+}
+"""Overrides, and words of the error."""
 
 
 def whole(tensor: Any) -> Tensor:
@@ -56,14 +68,25 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 
 def found(mode: str, device: str) -> dict[str, Any]:
     """Every rule: losses and the change of the weights in three steps, and a fourth one after a checkpoint."""
-    return {name: _found(mode, device, name) for name in RULES}
+    refused = REFUSED_BY_FSDP if mode == "fsdp" else {}
+    return {name: _found(mode, device, name) for name in RULES if name not in refused}
 
 
-def _found(mode: str, device: str, name: str) -> dict[str, Any] | str:
+def refusals(device: str) -> dict[str, str]:
+    """What FSDP says to each of those."""
+    return {name: _refusal(device, *overrides) for name, (overrides, _) in REFUSED_BY_FSDP.items()}
+
+
+def _refusal(device: str, *overrides: str) -> str:
     try:
-        trainer, other = (_trainer(mode, device, *RULES[name]) for _ in range(2))
+        _trainer("fsdp", device, *overrides)
     except UserError as error:
         return str(error)
+    return "accepted"
+
+
+def _found(mode: str, device: str, name: str) -> dict[str, Any]:
+    trainer, other = (_trainer(mode, device, *RULES[name]) for _ in range(2))
     flops = ModelFlops()
     trainer.observe(flops)
     first = copied(weights(trainer))

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import errno
-import json
 import shutil
-import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 
 from tests.command_line.conftest import SMALLEST, Train
 from tests.helpers import same_bits
-from tests.serving import served
 from tests.tracked import run_id, save, tracked
 from trainer.checkpoint.reader import load
 from trainer.errors import UserError
@@ -29,7 +25,6 @@ from trainer.tracking.checkpoints import stored_names
 from trainer.tracking.fetch import fetch
 from trainer.tracking.sync import send
 from trainer.tracking.tracked_run import TrackedRun
-from trainer.trainer import Trainer
 
 JOB = (
     *SMALLEST,
@@ -205,49 +200,6 @@ def test_a_damaged_folder_is_passed_over_for_mlflows_copy(
     done = succeed(f"resume=mlflow:{run_id(RUN)}", "output_dir=fresh", "steps=6")
     assert "run, resumed after step 3" in done.out
     assert list(Path("fresh").iterdir())
-
-
-@pytest.fixture
-def server(folder: Path, store: str) -> Iterator[str]:
-    """A server over SQLite, which takes artifacts itself."""
-    tracked(folder / "another")
-    with served(store) as address:
-        yield address
-
-
-def test_a_run_is_continued_on_an_empty_machine_bit_for_bit(
-    train: Train, succeed: Train, folder: Path, server: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    succeed(*JOB, "steps=12", "tracking=local", "output_dir=whole")
-    step = Trainer.train_step
-
-    def stop_after_7(self: Trainer, *given: Any, **options: Any) -> Any:
-        if self.step == 6:
-            signal.raise_signal(signal.SIGINT)
-        return step(self, *given, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train_step", stop_after_7)
-        stopped = train(*JOB, "steps=12", f"tracking.uri={server}")
-        assert stopped.code == 130, stopped.err
-    client, own = MlflowClient(server), run_id(RUN)
-    assert "step-00000007" in stored_names(client, own)
-    shutil.rmtree("outputs")  # another machine
-    done = train(f"tracking.uri={server}", f"resume=mlflow:{own}")  # the recorded config is enough
-    assert done.code == 0, done.err
-    assert client.get_run(own).info.status == "FINISHED"
-    expected = load(folder / "whole/run/checkpoints").tensors()
-    assert same_bits(load(folder / RUN / "checkpoints").tensors(), expected)
-    best, logged = Path("best/model.safetensors"), []
-    assert (RUN / best).read_bytes() == ("whole/run" / best).read_bytes()
-    for run in (RUN, Path("whole/run")):
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        logged.append([(line["step"], line.get("loss"), line.get("valid/loss")) for line in lines])
-    assert logged[0] == logged[1]
-    for key, steps in (("train/loss", range(1, 13)), ("valid/loss", (3, 6, 9, 12))):
-        assert Counter(point.step for point in client.get_metric_history(own, key)) == Counter(steps)
-    assert stored_names(client, own) == sorted(path.name for path in (RUN / "checkpoints").iterdir())
-    assert not list(Path("outputs").glob(".*.partial"))
 
 
 def test_a_finished_run_that_is_fetched_is_the_same(succeed: Train, client: MlflowClient, saved: str) -> None:
