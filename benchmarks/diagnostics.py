@@ -22,7 +22,7 @@ def main(overrides: list[str]) -> None:
     job = [text for text in JOB if text.partition("=")[0] not in given]
     trainer = Trainer.from_config(compose([*job, *overrides, f"steps={2 * PAIRS + 2}", "diagnostics.every=2"]))
     config, world = trainer.config, trainer.world
-    session = config.diagnostics.start(trainer.model, trainer.update, trainer.precision.half, trainer.plan.steps, world)
+    session = config.diagnostics.start(trainer.model, trainer.update, trainer.precision.half, world)
     seconds = []
     for number, microbatches in enumerate(trainer.batches(), 1):
         began = time.process_time()
