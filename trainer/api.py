@@ -102,10 +102,7 @@ def train(*given: Config | Recipe | str, **options: Any) -> Trained:
 def _train(config: Config) -> Trained:
     recipe = "Recipe.of(…), " if isinstance(config.recipe, UserRecipe) else ""
     ended = start(config, command=lambda folder: f'train({recipe}resume="{folder}")')
-    if ended.run is None:
-        folder = Path(config.output_dir).expanduser() / ended.summary["run"]
-        return Trained(ended.summary, folder, config.recipe, None)
-    return Trained(ended.summary, ended.run.folder.path, config.recipe, _model(ended.run.trainer))
+    return Trained(ended.summary, ended.folder, config.recipe, ended.run and _model(ended.run.trainer))
 
 
 def _model(trainer: Trainer) -> nn.Module:

@@ -18,7 +18,7 @@ class Debug:
         """Check the result of a complete run, and return the verdict if there is one.
 
         Args:
-            first: loss of the first step that this process took, over all ranks.
+            first: loss of the first step, over all ranks.
             last: loss of the last step.
             steps: optimizer steps done.
 
@@ -44,6 +44,7 @@ class Overfit(Debug):
             raise RunError(
                 f"debug=overfit: after {steps} steps on one batch the loss is {last:.4g}, down from {first:.4g} at "
                 f"the first step; expected at most {self.target * first:.4g} (debug.target={self.target}). Try more "
-                "steps= or another optimizer.lr=; if neither helps, check the labels, the loss and what is trained"
+                "steps= or another optimizer.lr=; if neither helps, check the labels, the loss and what is trained",
+                shared=True,
             )
         return f"debug=overfit: passed, the loss of one batch fell from {first:.4g} to {last:.4g} in {steps} steps"

@@ -244,8 +244,12 @@ def named(output_dir: str, name: str) -> list[RunFolder]:
 
 
 def to_continue(output_dir: str, name: str, resume: str | None) -> RunFolder | None:
-    """Return the run of this name with a checkpoint that torchrun's restart, or ``resume=auto``, continues."""
-    saved = [folder for folder in named(output_dir, name) if steps(folder.checkpoints)]
+    """Return the run of this name that torchrun's restart, or ``resume=auto``, continues.
+
+    It has a checkpoint, or is complete: then nothing is left to do, whatever it has kept.
+    """
+    runs = named(output_dir, name)
+    saved = [run for run in runs if steps(run.checkpoints) or files.final_status(run.path) == "FINISHED"]
     if restarted():
         launches = {folder: run_facts(folder.path, "launch").get("launch") for folder in saved}
         if ours := [folder for folder, launch in launches.items() if launch == launch_id()]:

@@ -257,11 +257,17 @@ def exchange() -> dict[str, Any]:
         raise error
 
     heard: dict[str, Any] = {"result": world.run_on_main(lambda: f"from {world.rank}")}
-    for name, error in (("mistake", UserError("no")), ("signal", Interrupted("enough", 15)), ("bug", ValueError("x"))):
+    for name, error in (
+        ("mistake", UserError("no", "a=1", mistake="b=2")),
+        ("signal", Interrupted("enough", 15)),
+        ("bug", ValueError("x")),
+    ):
         try:
             world.run_on_main(partial(fails, error))
         except (Exception, Interrupted) as raised:
             heard[name] = [type(raised).__name__, str(raised), getattr(raised, "exit_code", None)]
+            if isinstance(raised, UserError):  # the command line mends remedies on every rank
+                heard["remedies"] = [raised.problem, list(raised.remedies), raised.mistake, raised.shared]
     return heard
 
 

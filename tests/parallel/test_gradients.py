@@ -82,7 +82,8 @@ def test_results_and_errors_of_rank_0_reach_all_ranks(ranks: Ranks) -> None:
     first, second = (rank["exchange"] for rank in ranks("all", 2))
     assert second.pop("bug") == ["RunError", "rank 0 failed: x", 1]
     assert first.pop("bug") == ["ValueError", "x", None]
-    same = {"result": "from 0", "mistake": ["UserError", "no", 2], "signal": ["Interrupted", "enough", 143]}
+    same = {"result": "from 0", "mistake": ["UserError", "no; set a=1", 2], "signal": ["Interrupted", "enough", 143]}
+    same["remedies"] = ["no", ["a=1"], "b=2", True]
     assert first == second == same
 
 

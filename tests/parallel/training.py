@@ -92,7 +92,7 @@ def _found(mode: str, device: str, name: str) -> dict[str, Any]:
     first = copied(weights(trainer))
     half = trainer.config.precision.format.half_weights
     diagnostics = (Numerics(1) if half and "lamb" not in name else Diagnostics()).start(
-        trainer.model, trainer.update, half, trainer.plan.steps, trainer.world
+        trainer.model, trainer.update, half, trainer.world
     )
     diagnostics.begin(1)
     records = fit(trainer, 1)

@@ -204,7 +204,9 @@ def test_an_interrupted_run_continues_as_if_it_had_not_been(capsys: pytest.Captu
     assert whole["final"] == run["final"]
     assert same_bits(dict(run.model.state_dict()), dict(whole.model.state_dict()))
     assert evaluate(run)["metrics"]["loss"] == pytest.approx(run["final"]["valid/loss"])
-    assert train(own(), resume=run.folder).model is None  # it is complete
+    renamed = run.folder.rename(run.folder.with_name("renamed"))
+    complete = train(own(), resume=renamed)
+    assert (complete.model, complete.folder) == (None, renamed)
 
 
 def test_a_run_that_is_interrupted_before_it_has_begun_has_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,8 @@ class ProcessWorld(World):
             try:
                 outcome[0] = work()
             except RunError as error:
-                outcome[1] = type(error)(str(error), shared=True)
+                error.shared = True
+                outcome[1] = error
             except Interrupted as error:
                 outcome[1] = error
             except Exception as error:  # the others must not wait for a result that never comes

@@ -51,16 +51,13 @@ class Diagnostics:
             UserError: it cannot.
         """
 
-    def start(
-        self, model: nn.Module, update: Update, half: torch.dtype | None, steps: int, world: World
-    ) -> DiagnosticsSession:
+    def start(self, model: nn.Module, update: Update, half: torch.dtype | None, world: World) -> DiagnosticsSession:
         """Begin a session.
 
         Args:
             model: in training.
             update: its update.
             half: the 16-bit dtype that layers compute in; None: there is none.
-            steps: of the whole run.
             world: the processes that train together.
         """
         return DiagnosticsSession()
@@ -88,11 +85,7 @@ class Numerics(Diagnostics):
                 "optimizer=adamw optimizer.name=AdamW",
             )
 
-    def start(
-        self, model: nn.Module, update: Update, half: torch.dtype | None, steps: int, world: World
-    ) -> DiagnosticsSession:
-        if self.every > steps:
-            log.warning("diagnostics.every=%d is more than steps=%d, so nothing is measured.", self.every, steps)
+    def start(self, model: nn.Module, update: Update, half: torch.dtype | None, world: World) -> DiagnosticsSession:
         meter = UpdateMeter(model, update.optimizer, half, update.masters, update.clip)
         return _NumericsSession(self.every, update, meter, ScaledMeter(model, world), world)
 

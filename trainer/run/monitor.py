@@ -81,9 +81,9 @@ class Monitor:
         self.units = 0
         """Units trained since this process started or resumed the run."""
         self.first_loss = math.nan
-        """Loss of the first step since then, over all ranks."""
+        """Loss of the run's first step, over all ranks."""
         self.last_loss = math.nan
-        """Loss of the last one."""
+        """Loss of its last one."""
         self.trained_s = 0.0
         """Seconds since ``start``, without what was paused, until ``collect`` was called last."""
         self._pending: list[tuple[StepRecord, dict[str, Tensor | float]]] = []
@@ -225,13 +225,16 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to report the same numbers, as JSON types; call ``collect`` first."""
-        return {"interval": self._interval, "totals": self._totals, "skipped_in_a_row": self._skipped_in_a_row}
+        losses = {"first": self.first_loss, "last": self.last_loss}
+        sums = {"interval": self._interval, "totals": self._totals, "skipped_in_a_row": self._skipped_in_a_row}
+        return sums | {"losses": losses}
 
     def state_before_failure(self) -> dict[str, Any]:
         """Return ``state_dict`` without the step that has just ended the run."""
         totals = self._totals | {"skipped_steps": self._totals["skipped_steps"] - 1}
         empty: dict[str, list[float]] = {name: [] for name in self._interval}
-        return {"interval": empty, "totals": totals, "skipped_in_a_row": self._skipped_in_a_row - 1}
+        sums = {"interval": empty, "totals": totals, "skipped_in_a_row": self._skipped_in_a_row - 1}
+        return self.state_dict() | sums
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
@@ -239,6 +242,8 @@ class Monitor:
         self._interval = {name: list(state["interval"].get(name, ())) for name in self._interval}
         self._totals = {name: state["totals"].get(name, 0.0) for name in self._totals}
         self._skipped_in_a_row = state["skipped_in_a_row"]
+        losses = state.get("losses", {})  # of an earlier version there are none
+        self.first_loss, self.last_loss = losses.get("first", math.nan), losses.get("last", math.nan)
 
     def _keep_peak(self, of_steps: bool = True) -> None:
         """Measure the memory of a GPU anew from here on, and keep the peak until now where it is one of steps."""

@@ -29,6 +29,7 @@ from trainer.optim.groups import LR_FACTOR
 from trainer.parallel.compile import missing
 from trainer.precision.manifest import warning_if_slow
 from trainer.precision.modes import automatic
+from trainer.profiling.diagnostics import Numerics
 from trainer.recipe import Decision, UserRecipe
 from trainer.run.summary import rate_in_short, scores_in_short, summary_lines
 from trainer.run_folder import RunFolder
@@ -209,6 +210,9 @@ def warnings(trainer: Trainer, folder: Path) -> list[str]:
         sentences.append(f"output_dir={trainer.config.output_dir} has no effect: the run continues in {folder}")
     if not trainer.config.checkpoint.enabled and trainer.config.checkpoint.every != "auto":
         sentences.append(f"checkpoint.every={trainer.config.checkpoint.every} has no effect with checkpoint=none")
+    diagnostics = trainer.config.diagnostics
+    if isinstance(diagnostics, Numerics) and diagnostics.every > plan.steps:
+        sentences.append(f"diagnostics.every={diagnostics.every} is more than steps={plan.steps}: nothing is measured")
     scaled = trainer.config.precision.scaled
     if scaled and trainer.hardware.is_gpu and trainer.config.compile.mode == "off":
         sentences.append(
@@ -314,8 +318,9 @@ def stop_message(signum: int, step: int, folder: RunFolder, enabled: bool, comma
     stopped = f"stopped by {signal.Signals(signum).name} after step {step}"
     if not enabled:
         return f"{stopped}; nothing was saved (checkpoint=none)"
-    saved = checkpoint.steps(folder.checkpoints)[-1:] == [step]
-    kept = "saved" if saved else f"not saved. {last_good(folder)}"
+    if not (saved := checkpoint.steps(folder.checkpoints)):
+        return f"{stopped}; nothing was saved"
+    kept = "saved" if saved[-1] == step else f"not saved. {last_good(folder)}"
     return f"{stopped}, {kept}. Resume with:\n  {command}"
 
 

@@ -205,6 +205,9 @@ class Run:
             monitor.collect()
             with self.terminal.work("writing the checkpoint"):
                 self.writer.finish()
+            verdict = (
+                self.config.debug.check(monitor.first_loss, monitor.last_loss, trainer.step) if self.complete else None
+            )
             summary, missing = self._finish() if self.complete else ({}, [])
         except Interrupted as second:
             raise self._abandoned(second) from None
@@ -217,7 +220,7 @@ class Run:
             raise self._stopped(self.stopped_by, complete=bool(summary))
         if self.world.all_reduce_max(len(missing)):
             raise report.unfinished(missing, trainer.step, self.folder, self.command)
-        if verdict := self.config.debug.check(monitor.first_loss, monitor.last_loss, trainer.step):
+        if verdict is not None:
             self.terminal.note(verdict)
         return summary
 
@@ -247,8 +250,7 @@ class Run:
 
     def _start_diagnostics(self) -> None:
         trainer, half = self.trainer, self.trainer.precision.half
-        of_run = trainer.model, trainer.update, half, self.plan.steps, self.world
-        self.diagnostics = self.config.diagnostics.start(*of_run)
+        self.diagnostics = self.config.diagnostics.start(trainer.model, trainer.update, half, self.world)
 
     # --- what the loop asks ---
 
@@ -324,9 +326,14 @@ class Run:
     # --- evaluate ---
 
     def _evaluate_first(self) -> None:
-        """Show and log what the first weights achieve; no checkpoint holds them, so they are never the best."""
-        with self.monitor.paused(), self.terminal.work("evaluating the first weights", unit="batches") as advance:
-            metrics = self.trainer.evaluate(advance)
+        """Show and log what the first weights achieve; no checkpoint holds them, so they are never the best.
+
+        A signal may stop it; a run that is resumed evaluates them again.
+        """
+        with self.monitor.paused():
+            metrics = self._interruptible("evaluating the first weights", "then ending the run", self.trainer.evaluate)
+        if metrics is None:
+            return
         self.scores.add_first(metrics)
         scores = {f"{PREFIX}{name}": value for name, value in metrics.items()}
         self._append(0, scores)

@@ -57,6 +57,8 @@ class Ended(NamedTuple):
 
     summary: dict[str, Any]
     """What is also in its summary.json."""
+    folder: Path
+    """Where it is; it may have been renamed since the summary was written."""
     run: Run | None
     """None: it was complete already."""
 
@@ -125,7 +127,7 @@ def _train(
             if checkpoint is None:
                 terminal.outcome(f"{folder.path} is already complete{how_to_go_on}")
                 world.run_on_main(partial(finish_delivery, folder.path, config.tracking))
-                return Ended(world.run_on_main(folder.summary), None)
+                return Ended(world.run_on_main(folder.summary), folder.path, None)
             saved = CheckpointReader(checkpoint)
             world.run_on_main(partial(store.set_aside, folder.checkpoints, saved.step))
 
@@ -162,7 +164,7 @@ def _train(
             run = prepared
 
             # 6. Train.
-            return Ended(run.train(), run)
+            return Ended(run.train(), run.folder.path, run)
         except Interrupted as stopped:
             stopped.folder = None if run is None else run.folder.path.absolute()
             raise
@@ -198,8 +200,13 @@ def _checkpoint_of(folder: RunFolder, plan: Plan) -> tuple[Path | None, str]:
     if plan.config.resume == SAME and state == "not finite":
         step = folder.summary()["failure"]["step"]
         raise NonFiniteError(f"{folder.path} turned non-finite at step {step}; remove the folder to repeat the run")
-    if store.steps(folder.checkpoints):  # else it is not continued under any options
+    ended, kept = state == "complete" and _is_exported(folder, plan), store.steps(folder.checkpoints)
+    if ended or kept:  # else it is not continued under any options
         check_same(folder, plan.recorded, flatten(plan.config), plan.config.overrides)
+    # checkpoint.keep=0, or checkpoint=none.
+    summary = folder.summary()
+    if ended and not kept and (summary["step"] >= plan.steps or summary["stopped_early"]):
+        return None, f" ({counted(summary['step'], 'step')}); it has kept no checkpoint to continue from"
     try:
         checkpoint = store.find_verified(folder.checkpoints)
     except UserError as error:
@@ -209,12 +216,8 @@ def _checkpoint_of(folder: RunFolder, plan: Plan) -> tuple[Path | None, str]:
     check_record(folder, read_json(checkpoint / STATE_FILE)["progress"].get("options"))
     manifest = read_manifest(checkpoint)
     step, steps = manifest["step"], plan.steps
-    # A run that was killed at its end has taken all steps, but its export and its summary may be missing; or the export
-    # was removed since, or a part of it.
-    best = folder.path / BEST
-    # A recipe's own format has neither.
-    whole = best.is_dir() and (best / "config.json").is_file() == any(best.glob("[!.]*.safetensors"))
-    if state != "complete" or (folder.summary().get("best") and not whole):
+    # A run that was killed at its end has taken all steps, but its export and its summary may be missing.
+    if not ended:
         if step > steps:
             problem = f"steps={steps}, but {folder.path} was stopped after step {step}, and takes as many or more"
             raise UserError(problem, f"steps={step}", mistake="epochs=")
@@ -228,6 +231,15 @@ def _checkpoint_of(folder: RunFolder, plan: Plan) -> tuple[Path | None, str]:
         more = "set a larger early_stopping.patience, or null, to continue"
         return None, f" (stopped early at step {step}); {more}"
     return checkpoint, ""
+
+
+def _is_exported(folder: RunFolder, plan: Plan) -> bool:
+    """Return whether the best weights of a complete run are still where it has written them, if it has."""
+    if not folder.summary().get("best") or not plan.recorded["checkpoint.enabled"]:
+        return True
+    best = folder.path / BEST
+    # A recipe's own format has neither file.
+    return best.is_dir() and (best / "config.json").is_file() == any(best.glob("[!.]*.safetensors"))
 
 
 def _leave_garbage_alone(stack: ExitStack) -> None:

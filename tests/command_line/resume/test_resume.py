@@ -21,6 +21,7 @@ import pytest
 from tests import forks
 from tests.command_line.conftest import SMALLEST, Start, Train
 from tests.helpers import PROJECT
+from trainer.data.evaluation import Evaluation
 from trainer.files import read_json_lines
 from trainer.run.run import Run
 from trainer.run.scores import Score
@@ -136,6 +137,7 @@ def test_resume_auto_starts_a_run_or_takes_the_newest_of_that_name(train: Train,
     assert "small exists; this run is small-2 (resume=auto would have continued it)\n" in again
     for how in ("resume=null", "resume=auto"):  # of a run that saved nothing, as one that was killed at its start
         done = succeed(*SMALL, "steps=2", "run_name=none", "checkpoint=none", how)
+        (folder / "outputs/none/summary.json").unlink(missing_ok=True)
     assert "none exists; this run is none-2 (none has no checkpoint)\n" in done.out
     for path in (folder / "outputs").glob("none*"):
         shutil.rmtree(path)
@@ -157,6 +159,18 @@ def test_a_finished_run_is_reported_as_complete(train: Train, succeed: Train, fo
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     done = succeed(*SMALL, "steps=4", "resume=auto")
     assert [point["step"] for point in logged(run) if "loss" in point] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kept", ["checkpoint.keep=0", "checkpoint=none"])
+def test_a_finished_run_is_complete_whatever_it_has_kept(kept: str, train: Train, succeed: Train) -> None:
+    job = (*SMALL, "checkpoint.every=auto", "steps=2", kept)
+    succeed(*job)
+    for resume in ("auto", "outputs/small"):
+        done = succeed(*job, f"resume={resume}")
+        assert done.out == "outputs/small is already complete (2 steps); it has kept no checkpoint to continue from\n"
+    for changed in ("steps=4", "optimizer.lr=0.5"):  # another run, which needs the weights
+        assert train(*job, changed, "resume=auto").code == 2
+    assert os.listdir("outputs") == ["small"]
 
 
 def test_a_schedule_that_more_steps_stretch_is_said_with_its_rates(succeed: Train, folder: Path) -> None:
@@ -188,6 +202,28 @@ def test_a_signal_ends_an_evaluation_without_checkpoints(train: Train) -> None:
     done = train(*RUN, "eval_every=4", "checkpoint=none", "checkpoint.every=auto")
     said = "stopped by SIGINT after step 4; nothing was saved (checkpoint=none)\n"
     assert (done.code, done.err) == (130, said)
+
+
+def test_a_signal_ends_the_evaluation_of_the_first_weights(
+    train: Train, succeed: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    succeed(*SMALL, "steps=2", "run_name=source")
+    batches: list[int] = []
+    sums = Evaluation.sums
+
+    def interrupted(evaluation: Evaluation, forward: Any, *given: Any) -> Any:
+        def counting(batch: Any, counts: bool) -> Any:
+            if not batches:
+                signal.raise_signal(signal.SIGINT)
+            batches.append(len(batches))
+            return forward(batch, counts)
+
+        return sums(evaluation, counting, *given)
+
+    monkeypatch.setattr(Evaluation, "sums", interrupted)
+    done = train(*SMALL, "init_from=outputs/source", "eval_samples=16")
+    assert (done.code, done.err) == (130, "stopped by SIGINT after step 0; nothing was saved\n")
+    assert len(batches) == 1
 
 
 @pytest.mark.usefixtures("interrupt_at_evaluation")

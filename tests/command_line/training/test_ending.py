@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,18 @@ def test_one_batch_must_be_learnt(train: Train, succeed: Train, folder: Path) ->
     assert not_learnt.code == 1
     assert "debug=overfit: after 3 steps on one batch the loss is" in not_learnt.err
     assert "debug.target=0.2" in not_learnt.err
+
+
+def test_a_sweep_that_is_repeated_still_says_what_was_not_learnt(train: Train, folder: Path) -> None:
+    """Without a checkpoint it is trained again; with one it is judged by the losses that were kept."""
+    for kept in ("checkpoint=none", "checkpoint=default"):
+        sweep = ("-m", *BIGNET, "profiler=none", "debug=overfit", "batch_size=2", "steps=3", "optimizer.lr=1e-30", kept)
+        first = train(*sweep, "seed=0")
+        assert first.code == 1
+        assert summary(folder)["status"] == "FAILED"
+        again = train(*sweep, "seed=0")
+        assert (again.code, again.err) == (1, first.err)
+        shutil.rmtree(folder / "outputs")
 
 
 def test_the_export_has_the_averages_of_the_best_step_in_fp32(succeed: Train, folder: Path) -> None:

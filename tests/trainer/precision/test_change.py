@@ -164,7 +164,9 @@ def test_a_run_marks_the_change_and_its_weights_know_it(tmp_path: Path, capsys: 
     summary = train(compose(*WHOLE, *change, "diagnostics=numerics", f"output_dir={tmp_path}")).summary
     lines = list(read_json_lines(tmp_path / "it" / "metrics.jsonl"))
     assert [line["step"] for line in lines if "precision/bf16" in line] == [UNTIL + 1]
-    assert f"from step {UNTIL + 1} on: precision=bf16\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"from step {UNTIL + 1} on: precision=bf16\n" in said
+    assert said.count("diagnostics.every=50 is more than steps=6") == 1
     assert [summary[f"precision{name}"] for name in ("", "_then", "_until")] == ["nvfp4", "bf16", UNTIL]
     manifest = read_json(tmp_path / "it" / "precision.json")
     assert [each["requested"]["mode"] for each in (manifest, manifest["then"])] == ["nvfp4", "bf16"]

@@ -271,7 +271,7 @@ def test_measured_steps_train_the_same_to_the_last_bit(mode: str) -> None:
     fit(plain)
     random = torch.get_rng_state()
     torch.manual_seed(3)
-    session = Numerics(2).start(metered.model, metered.update, torch.bfloat16, 4, World())
+    session = Numerics(2).start(metered.model, metered.update, torch.bfloat16, World())
     batches, logged = metered.batches(), dict[int, dict[str, float]]()
     for step in range(1, 5):
         session.begin(step)

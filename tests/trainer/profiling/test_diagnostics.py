@@ -198,7 +198,7 @@ def test_optimizers_that_mix_elements_are_refused() -> None:
 
 def session(training: Training, every: int, steps: int) -> dict[int, dict[str, float]]:
     """What a session of so many steps logs."""
-    diagnostics = Numerics(every).start(training.net, training.update, torch.bfloat16, 10**6, World())
+    diagnostics = Numerics(every).start(training.net, training.update, torch.bfloat16, World())
     logged = {}
     for step in range(1, steps + 1):
         diagnostics.begin(step)
