@@ -102,7 +102,7 @@ class Setting:
 
     def train(self, name: str, *overrides: str) -> list[str]:
         """Return the words of a training whose run folder is called like its stage."""
-        own = [f"output_dir={self.folder}", f"run_name={name}", "tracking=local", "tracking.epilogue=false"]
+        own = [f"output_dir={self.folder}", f"run_name={name}", "tracking=local"]
         return self.script("train", *own, "checkpoint=none", "data=synthetic", *overrides)
 
     def speed(self, name: str, words: str, expected_s: float, steps: int, *overrides: str) -> Stage:
