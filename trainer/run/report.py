@@ -27,7 +27,6 @@ from trainer.hardware import NATIVE, Hardware
 from trainer.optim.ema import ExponentialMovingAverage
 from trainer.optim.groups import LR_FACTOR
 from trainer.parallel.compile import missing
-from trainer.precision.manifest import warning_if_slow
 from trainer.precision.modes import automatic
 from trainer.recipe import Decision, UserRecipe
 from trainer.run.summary import rate_in_short, scores_in_short, summary_lines
@@ -58,8 +57,7 @@ def show_start(
     """Show what trains, what was chosen, and warn about what will not be as the user expects."""
     config, batching = trainer.config, trainer.plan.batching
     rates = manifest["effective"]["matmul_tflops"]
-    slow = [warning_if_slow(each, trainer.hardware, rates) for each in config.precision.phases]
-    for sentence in filter(None, [*slow, *warnings(trainer, folder)]):
+    for sentence in warnings(trainer, folder):
         terminal.warn(sentence)
     rows = start_rows(trainer, manifest, folder, decisions)
     # What was said of the weights of ``init_from`` has a row of its own.
