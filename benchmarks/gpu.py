@@ -72,7 +72,7 @@ class Stage:
 
 def train(folder: Path, name: str, *overrides: str) -> list[str]:
     """Return the words of a training whose run folder is called like its stage."""
-    own = [f"output_dir={folder}", f"run_name={name}", "tracking=local", "tracking.epilogue=false"]
+    own = [f"output_dir={folder}", f"run_name={name}", "tracking=local"]
     return ["scripts/train.py", *own, "checkpoint=none", "data=synthetic", *overrides]
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +18,7 @@ from recipes.any_model import AnyModel
 from recipes.data.text.samples import NO_TARGET, sample_datasets
 from recipes.data.text.tokenizers import Tokenizer
 from recipes.data.text.tokens import Ids, TextDatasets, TokenData
-from recipes.huggingface import RECIPES, generated
+from recipes.huggingface import RECIPES
 from recipes.language import (
     LanguageModel,
     TokenWindows,
@@ -31,12 +30,9 @@ from recipes.language import (
 )
 from trainer.data.contract import Batch, Dataset
 from trainer.errors import UserError, check_number, is_out_of_memory
-from trainer.hardware import threads
 from trainer.precision.modes import allow_cudnn_attention
 from trainer.recipe import Context, Decision, LossOutput, Sizes
 
-_SAMPLE_TOKENS = 64
-_SAMPLE_S = 2.0
 _SPECIAL = ("bos_token", "eos_token", "pad_token")
 
 
@@ -221,24 +217,3 @@ class CausalLM(AnyModel):
         words = datasets.first_words
         chat = ["chat=true"] * bool(datasets.tokens.samples)
         return ["generate.py", *chat, f"prompt={words}"] if words else super().shown_by(datasets)
-
-    def closing_text(self, model: LanguageModel, datasets: TextDatasets, device: torch.device) -> str:
-        """Show a short sample of generated text in one line: as much as fits into two seconds."""
-        tokenizer = datasets.tokens.tokenizer
-        start = datasets.beginning(self.tokens_per_sample // 2).astype(np.int64)
-        prompt = torch.from_numpy(start)[None].to(device)
-        length = min(_SAMPLE_TOKENS, self.tokens_per_sample - prompt.shape[1])
-        drawn = {"do_sample": True, "temperature": 1.0, "top_k": 40, "top_p": 1.0}
-        ends = {"max_new_tokens": length, "max_time": _SAMPLE_S, "eos_token_id": None}
-        torch.manual_seed(0)
-        try:
-            with threads(1):  # a token is little work to share: where CPUs are busy, threads wait for each other
-                ids = generated(model.network, prompt, tokenizer.vocab_size, **drawn, **ends)
-        except Exception as error:  # of the model's own code: the run is done, with or without a sample
-            if is_out_of_memory(error):
-                raise
-            return f"no sample: {described(error)}"
-        written = ids[0, len(start) :].tolist()
-        cut = f" ({len(written)} of {length} tokens in {_SAMPLE_S:g} s)" * (len(written) < length)
-        text = f"‹{tokenizer.decode(start.tolist())}›{tokenizer.decode(written)}"
-        return f"sample{cut}  {' '.join(text.split())}"

@@ -338,10 +338,6 @@ class Recipe:
         options = {key: value.name if isinstance(value, Enum) else value for key, value in options.items()}
         return {"recipe": self.name, "options": options, "torch": torch.__version__}
 
-    def closing_text(self, model: Any, datasets: Any, device: torch.device) -> str | None:
-        """Return a text for the end of the run, such as a sample of generated text. Runs under autocast."""
-        return None
-
     def shown_by(self, datasets: Any) -> list[str]:
         """Return the command in ``scripts/`` that shows what a trained model can do, without ``run=``; empty: none."""
         return ["evaluate.py"]

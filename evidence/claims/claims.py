@@ -26,7 +26,7 @@ from trainer.precision.kernels import not_timed_here
 
 CONFIRMED, REFUTED = "CONFIRMED", "REFUTED"
 CLAIMS = PROJECT / "evidence" / "claims" / "published"
-QUIET = ("tracking=local", "checkpoint=none", "tracking.epilogue=false")
+QUIET = ("tracking=local", "checkpoint=none")
 """Overrides of every run: neither tracking nor saving is measured, and nobody reads a generated sample."""
 _PRECISION = "precision="
 _MEMORY_IS_SOLD_AS = 0.92

@@ -376,5 +376,5 @@ def _files(run: Path) -> set[str]:
 
 
 def _exact(stored: list[tuple[str, int, float]]) -> set[tuple[str, int, float]]:
-    names = {point: re.sub("^(train|system)/", "", point[0]) for point in stored}
+    names = {point: re.sub("^train/", "", point[0]) for point in stored}
     return {point for point, name in names.items() if not name.startswith(CLOCKS) and not name.endswith("_per_s")}

@@ -50,9 +50,9 @@ def test_a_run_that_is_killed_until_it_is_done_equals_one_that_was_not(
     with sqlite3.connect(tmp_path / "killed" / "mlflow.db") as database:
         database.execute("insert into metrics select key, value, timestamp + 1, run_uuid, step, is_nan from metrics "
                          "where key = 'train/loss' and step = 8")  # fmt: skip
-        database.execute("delete from metrics where key = 'train/lr' and step = 12")
+        database.execute("delete from metrics where key = 'lr' and step = 12")
     database.close()
-    assert undelivered(killed) == ["('train/lr', 12) is not in MLflow", "('train/loss', 8) 2 times in MLflow"]
+    assert undelivered(killed) == ["('lr', 12) is not in MLflow", "('train/loss', 8) 2 times in MLflow"]
     rng = killed / "checkpoints" / "step-00000024" / "rng.safetensors"
     states = load_file(rng)
     save_file({name: state + 1 if state.dtype == torch.uint8 else state for name, state in states.items()}, rng)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from recipes.bert import Bert
@@ -553,12 +552,8 @@ def test_a_run_on_chats_is_trained_resumed_evaluated_and_opened(packing: bool, h
     assert other.code == 0, other.err
 
 
-def test_the_text_at_the_end_of_a_run_is_an_answer(here: Path) -> None:
-    trainer = trainer_of(*NEW, "data.vocab_size=300")
-    text = trainer.recipe.closing_text(trainer.model.eval(), trainer.datasets, torch.device("cpu"))
-    asked = r"‹.*\d+\?<\|im_end\|> <\|im_start\|>assistant ›"
-    assert re.search(asked, str(text)), text
-    assert trainer.datasets.first_words.endswith("?")
+def test_what_a_trained_model_is_shown_with_is_a_question(here: Path) -> None:
+    assert trainer_of(*NEW, "data.vocab_size=300").datasets.first_words.endswith("?")
 
 
 def test_parts_of_several_widths_are_evaluated_together(here: Path) -> None:

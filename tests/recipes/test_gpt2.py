@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from recipes.gpt2 import GPT2
 from recipes.language import LossHead
 from tests import helpers
 from tests.helpers import needs_chunks, trainer_of
-from trainer.hardware import threads
 
 
 def head(chunked: bool, tokens: int = 300, width: int = 32, vocabulary: int = 192) -> tuple[LossHead, Any, Any]:
@@ -113,39 +111,6 @@ def test_the_padding_is_left_out_in_one_compiled_graph() -> None:
 def test_perplexity_is_the_exponential_and_overflows_to_infinity_rather_than_failing() -> None:
     assert GPT2().report(1.5, {}, 1) == {"loss": 1.5, "perplexity": pytest.approx(4.4816891)}
     assert GPT2().report(1e4, {}, 1)["perplexity"] == math.inf
-
-
-@pytest.mark.parametrize(("a_token_s", "tokens"), [(0.0, 16), (0.19, 11), (3.0, 1)])
-def test_the_generated_sample_takes_two_seconds_at_most_and_is_repeatable(
-    a_token_s: float, tokens: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """It has known tokens only and, however a model was published, goes on after an end of text, on one core."""
-    trainer, used, texts = trainer_of(*helpers.GPT2, "recipe.context=32"), set[int](), []
-    network = trainer.model.eval().gpt2
-    capfd.readouterr()
-    for given in ({}, {"max_length": 20, "temperature": 0.01, "top_p": 0.01, "eos_token_id": [*range(64)]}):
-        network.generation_config = GenerationConfig(do_sample=True, **given)
-        times = count(0.0, a_token_s)
-        clock = SimpleNamespace(time=lambda times=times: used.add(torch.get_num_threads()) or next(times))
-        monkeypatch.setattr("transformers.generation.stopping_criteria.time", clock)
-        with torch.no_grad(), threads(2):
-            texts.append(trainer.recipe.closing_text(trainer.model, trainer.datasets, torch.device("cpu")))
-            assert torch.get_num_threads() == 2
-    assert used == {1}
-    assert texts[0] == texts[1]
-    words = str(texts[0]).partition("›")[2].split("<")[1:]
-    assert len(words) == tokens
-    assert all(int(word.strip("> ")) < 64 for word in words)
-    assert (f"{tokens} of 16 tokens" in str(texts[0])) == (tokens < 16)
-    assert capfd.readouterr() == ("", "")  # transformers says nothing of lengths and padding
-
-
-def test_no_sample_is_generated_of_outputs_that_are_not_finite() -> None:
-    trainer = trainer_of(*helpers.GPT2)
-    with torch.no_grad():
-        trainer.model.eval().gpt2.transformer.ln_f.bias.fill_(math.nan)
-        text = trainer.recipe.closing_text(trainer.model, trainer.datasets, torch.device("cpu"))
-    assert "‹" not in str(text)
 
 
 @pytest.mark.parametrize(("kind", "approximate"), [("tanh", "tanh"), ("erf", "none")])

@@ -1,4 +1,4 @@
-"""What a precision is in effect: the manifest, read back from torch, and a warning where it is slow."""
+"""What a precision is in effect: the manifest, read back from torch."""
 
 from __future__ import annotations
 
@@ -10,33 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from mantissa.display import about, dtype_name, quantity
+from mantissa.display import dtype_name
 from mantissa.formats import FP32
 from mantissa.tensors import changed_by
 from mantissa.watch.setup import fp32_flags
-from trainer.hardware import EMULATED, Hardware
-from trainer.precision import kernels, scaled
+from trainer.hardware import Hardware
+from trainer.precision import scaled
 from trainer.precision.modes import SILENT, Precision
-
-
-def warning_if_slow(precision: Precision, hardware: Hardware, rates: dict[str, float]) -> str | None:
-    """Return a warning for the user if this hardware has no instructions for the mode and its matmuls are slow.
-
-    ``rates`` are measured, of matmuls in 10^12 FLOP/s: of the mode's format and of fp32, see ``matmul_rates``.
-    """
-    name = precision.format.number.name
-    said = precision.scaled or (precision.half and kernels.in_use(precision.half))  # in the start block
-    if hardware.support(precision.mode) != EMULATED or said:
-        return None
-    text = f"{hardware.name} has no {name} instructions: results are as in {name}, but "
-    figures = f"{quantity(rates[name])} against {quantity(rates[FP32.name])} TFLOP/s, measured"
-    slowdown = rates[FP32.name] / rates[name]
-    if slowdown < 1.5:
-        return f"{text}do not expect a speedup over fp32 (matmuls: {figures})"
-    remedy = "precision=fp32"
-    if hardware.device.type == "cpu":
-        remedy = "precision.kernels=" + ("auto" if precision.kernels == "native" else "fp32")
-    return f"{text}matmuls are {about(slowdown)} times slower than in fp32 ({figures}); set {remedy}"
 
 
 def manifest_of(precision: Precision, hardware: Hardware, fp32_modules: list[str]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -85,19 +84,6 @@ def export_best(
         shutil.rmtree(unfinished, ignore_errors=True)
         missing.append(f"the best weights could not be exported to {folder.path / BEST} ({error})")
     return missing
-
-
-def sample_text(trainer: Trainer, model: nn.Module, terminal: Terminal) -> str | None:
-    """Return the closing text of the recipe, such as a sample of what a language model writes, if it has one."""
-    if not trainer.config.tracking.epilogue:
-        return None
-    model.eval()
-    try:
-        with torch.no_grad(), trainer.precision.autocast(trainer.device), terminal.work("writing a sample"):
-            return trainer.recipe.closing_text(model.to(trainer.device), trainer.datasets, trainer.device)
-    except torch.OutOfMemoryError:  # trained in shards, the complete model may not fit on one device
-        terminal.warn("the complete model does not fit on the device; no sample is generated")
-        return None
 
 
 def unsharded(model: nn.Module, build: Callable[[], nn.Module], state: dict[str, Tensor] | None) -> nn.Module | None:

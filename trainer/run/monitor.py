@@ -105,6 +105,12 @@ class Monitor:
         return self.trainer.loss_scale.recovers
 
     @property
+    def ever_scaled(self) -> bool:
+        """Whether the loss is scaled in this format or another one of the run."""
+        config, device = self.trainer.config, self.trainer.device
+        return any(config.scaler.build(each.format, device).recovers for each in config.precision.phases)
+
+    @property
     def skipped_steps(self) -> int:
         """Steps of the whole run whose gradients were not finite, and which changed nothing."""
         return int(self._totals["skipped_steps"])

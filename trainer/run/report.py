@@ -27,7 +27,6 @@ from trainer.hardware import NATIVE, Hardware
 from trainer.optim.ema import ExponentialMovingAverage
 from trainer.optim.groups import LR_FACTOR
 from trainer.parallel.compile import missing
-from trainer.precision.manifest import warning_if_slow
 from trainer.precision.modes import automatic
 from trainer.profiling.diagnostics import Numerics
 from trainer.recipe import Decision, UserRecipe
@@ -59,8 +58,7 @@ def show_start(
     """Show what trains, what was chosen, and warn about what will not be as the user expects."""
     config, batching = trainer.config, trainer.plan.batching
     rates = manifest["effective"]["matmul_tflops"]
-    slow = [warning_if_slow(each, trainer.hardware, rates) for each in config.precision.phases]
-    for sentence in filter(None, [*slow, *warnings(trainer, folder)]):
+    for sentence in warnings(trainer, folder):
         terminal.warn(sentence)
     rows = start_rows(trainer, manifest, folder, decisions)
     # What was said of the weights of ``init_from`` has a row of its own.
@@ -259,17 +257,17 @@ def show_end(
     title: str,
     took_s: float,
     summary: dict[str, Any],
-    texts: Sequence[str],
+    profile: str | None,
     following: Sequence[tuple[str, str]],
 ) -> None:
-    """Show the result, the texts of a profile and of the recipe, where everything is, and what to do with it.
+    """Show the result, what was profiled, where everything is, and what to do with it.
 
     Args:
         terminal: what the user sees.
         title: see ``title``.
         took_s: seconds of the whole run.
         summary: the content of summary.json.
-        texts: of several lines each, or of one, which is cut to the terminal's width.
+        profile: of several lines, or of one; None: there is none.
         following: see ``following``.
     """
     took = duration(took_s)
@@ -278,16 +276,15 @@ def show_end(
         terminal.outcome(f"{title}  {' · '.join(filter(None, parts))}")
     done = f"\nDone in {took} (training {duration(summary['train_time_s'])})"
     terminal.block(done, [("", line) for line in summary_lines(summary)], "bold green")
-    for text in texts:
-        line = text if len(text) < terminal.width - 1 else f"{text[: terminal.width - 3]}…"
-        terminal.note(*((text,) if "\n" in text else (f"  {line}", "dim")))
+    if profile:
+        terminal.note(*((profile,) if "\n" in profile else (f"  {profile}", "dim")))
     terminal.note()
     for number, (what, about_it) in enumerate(following):
         terminal.note(Text.assemble((f"{what:<26}", "" if number else "bold"), f"  {about_it}" if about_it else ""))
 
 
 def following(config: Config, datasets: Any, folder: Path, mlflow: str) -> list[tuple[str, str]]:
-    """Return where the best weights are, and the commands that go on from a run, with what they do not say.
+    """Return where the best weights and the run are, with a word on each, and the commands that go on from it.
 
     Args:
         config: of the run.
@@ -295,11 +292,11 @@ def following(config: Config, datasets: Any, folder: Path, mlflow: str) -> list[
         folder: of the run.
         mlflow: the address of the run there; empty: it is not there.
     """
-    lines = [(str(folder), "")]
+    lines = [(str(folder), ""), (mlflow, "in MLflow")]
     if (folder / BEST).exists():
         about_it = read_object(folder / BEST / "config.json")
         opens = "transformers" if "architectures" in about_it else about_it.get("library")
-        lines = [(str(folder / BEST), f"opens in {opens}" if opens else "")]
+        lines[0] = (str(folder / BEST), f"opens in {opens}" if opens else "")
         if isinstance(config.recipe, UserRecipe):  # in the program that has it
             lines.append((f'safetensors.torch.load_model(model, "{folder}/{BEST}/model.safetensors")', ""))
         elif shown := config.recipe.shown_by(datasets):
@@ -309,7 +306,7 @@ def following(config: Config, datasets: Any, folder: Path, mlflow: str) -> list[
         # mlflow.set_tracking_uri, too, sets the variable; a shell may not have it later.
         uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
         store = [f"uri={uri}"] * bool(uri and redacted(uri) == uri)  # a password is not shown
-        lines.append((command("ui.py", store), f"all runs in MLflow; this one is {mlflow}"))
+        lines.append((command("ui.py", store), ""))
     return [(line, about_it) for line, about_it in lines if line]
 
 

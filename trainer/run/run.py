@@ -27,7 +27,7 @@ from trainer.profiling.diagnostics import DiagnosticsSession
 from trainer.profiling.profiler import ProfilerSession
 from trainer.recipe import Decision, UserRecipe
 from trainer.run import report
-from trainer.run.export import export_best, load_best, sample_text, whole_model
+from trainer.run.export import export_best, load_best, whole_model
 from trainer.run.monitor import Monitor, NonFiniteGradients
 from trainer.run.provenance import git_facts
 from trainer.run.record import forget_failure, observed, open_metric_log, options_of, record_failure, write_config
@@ -398,18 +398,17 @@ class Run:
         self.profiler.finish()
         summary = self._summary("FINISHED")  # the export is no part of the run's memory
 
-        # The best weights: on the test data, as files, at work.
-        best, test, missing, epilogue = self.scores.best, {}, [], None
+        # The best weights: on the test data, as files.
+        best, test, missing = self.scores.best, {}, []
         step = load_best(self.trainer, self.folder, best, self.terminal)
         if self.trainer.datasets.test is not None:
             tested = self._interruptible("evaluating the test data", "then ending the run", self.trainer.test)
             if tested is None:
                 return {}, []
             test = tested
-        if (model := whole_model(self.trainer)) is not None:
-            if best is not None and step is not None:
-                missing = export_best(self.trainer, model, step, best, self.folder, self.terminal)
-            epilogue = sample_text(self.trainer, model, self.terminal)
+        model = whole_model(self.trainer)
+        if model is not None and best is not None and step is not None:
+            missing = export_best(self.trainer, model, step, best, self.folder, self.terminal)
 
         # The summary, which says that the run is finished: after it, nothing is repeated on resume.
         summary |= {"status": "FAILED" if missing else "FINISHED", "test": finite(test)} | self.totals()
@@ -423,10 +422,10 @@ class Run:
                 remove_folder(self.folder.checkpoints)
         finally:  # MLflow, too, may be waited for no longer
             ledger = self.profiler.ledger
-            texts = filter(None, [epilogue, self.profiler.summary if ledger is None else ledger.text().rstrip()])
+            profile = self.profiler.summary if ledger is None else ledger.text().rstrip()
             title, took_s = report.title(self.folder.path, self._resumed_at or 0), self.totals()["wall_time_s"]
             following = report.following(self.config, self.trainer.datasets, self.folder.path, self._address)
-            report.show_end(self.terminal, title, took_s, summary, [*texts], following)
+            report.show_end(self.terminal, title, took_s, summary, profile, following)
         return summary, missing
 
     def _abandoned(self, second: Interrupted) -> Interrupted:

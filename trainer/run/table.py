@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from rich.text import Text
 
@@ -11,7 +11,7 @@ from mantissa.display import duration, quantity
 from trainer.config.settle import Plan
 from trainer.run.monitor import Monitor
 from trainer.run.scores import PREFIX
-from trainer.run.step_metrics import STEP_METRICS, Column, short
+from trainer.run.step_metrics import STEP_METRICS, short
 from trainer.terminal import Terminal
 
 _SILENT_S = 10.0
@@ -27,17 +27,16 @@ class Table:
         self._rate = _RATES.get(monitor.unit, f"{monitor.unit}/s")
         self._metrics: list[str] = []
         """The evaluation's metrics so far, ``valid/loss`` aside, which has the column ``valid``."""
-        self._heading, self._shown = "", time.perf_counter()
+        columns = {name: metric.column for name, metric in STEP_METRICS.items() if metric.column is not None}
+        self._columns = {name: each for name, each in columns.items() if monitor.ever_scaled or not each.scaled_only}
+        """Columns of the step's metrics, by metric."""
+        self._widths: dict[str, int] = {}
+        """Of the columns, by heading, as the first row has them: a later format changes none."""
+        self._shown = time.perf_counter()
         self._line: Mapping[str, float] = {}
         """The log's last line, until a row has shown it."""
         self._latest: Mapping[str, float] = {}
         """The log's last line, for the bar."""
-
-    @property
-    def _columns(self) -> dict[str, Column]:
-        """Columns of the step's metrics, by metric; the format decides which, and may change."""
-        columns = {name: metric.column for name, metric in STEP_METRICS.items() if metric.column is not None}
-        return {name: column for name, column in columns.items() if self._monitor.recovers or not column.scaled_only}
 
     def progress(self, step: int, metrics: Mapping[str, float] | None) -> None:
         """Show that a step was taken; ``metrics`` is the line of the log that it ends, None within one."""
@@ -48,7 +47,7 @@ class Table:
         silent_s = time.perf_counter() - self._shown
         if self._terminal.in_place or self._plan.evaluates(step) or silent_s < _SILENT_S * (1 if metrics else 2):
             return
-        if self._heading and self._line:
+        if self._widths and self._line:
             self.row(step)
         else:  # nothing new for a row, or no evaluation has said yet which columns there are
             self._terminal.note(f"  {self._text(step)}")
@@ -56,31 +55,35 @@ class Table:
 
     def _text(self, step: int) -> str:
         known = self._cells(step, self._latest, {})
-        shown = {"loss": f"loss {known['loss']}", self._rate: f"{known[self._rate]} {self._rate}", "eta": known["eta"]}
+        rate, eta = f"{known[self._rate]} {self._rate}", f"eta {known['eta']}"
+        shown = {"loss": f"loss {known['loss']}", self._rate: rate, "eta": eta}
         return "  ".join([f"{step}/{self._plan.steps}", *(text for name, text in shown.items() if known[name])])
 
     def row(self, step: int, scores: Mapping[str, float] | None = None, best: bool = False) -> None:
         """Show what the log's last line has, and the ``scores`` by ``valid/<name>`` of an evaluation, ``best`` or not.
 
-        A heading comes before the first row, and where the columns change.
+        The heading comes before the first row.
         """
         cells = self._cells(step, self._line, scores or {})
         self._line = {}
-        widths = {name: max(9, len(name) + 2) for name in cells}
-        # A terminal that is too narrow loses columns in this order.
-        scores_shown = [name for name in cells if f"{PREFIX}{name}" in self._metrics]
+        if not self._widths:
+            self._widths = self._fitting(cells)
+            self._terminal.note("\n" + "".join(f"{name:>{width}}" for name, width in self._widths.items()), "dim")
+        # What is longer than its column moves the others on, rather than touching the one before.
+        line = "".join(f" {cells.get(name, '')}".rjust(width) for name, width in self._widths.items())
+        self._terminal.note(Text(line).append("  ★", "green") if best else line.rstrip())
+        self._shown = time.perf_counter()
+
+    def _fitting(self, headings: Iterable[str]) -> dict[str, int]:
+        """Return the widths of the columns that the terminal has room for."""
+        widths = {name: max(9, len(name) + 2) for name in headings}
+        # One that is too narrow loses columns in this order.
+        scores_shown = [name for name in widths if f"{PREFIX}{name}" in self._metrics]
         of_steps = [column.heading for column in self._columns.values() if not column.scaled_only]
         for name in (*scores_shown[:0:-1], "MFU", *of_steps[:0:-1], *scores_shown[:1]):
             if name in widths and sum(widths.values()) + len("  ★") > self._terminal.width:
                 del widths[name]
-        heading = "".join(f"{name:>{width}}" for name, width in widths.items())
-        if heading != self._heading:
-            self._terminal.note(heading if self._heading else f"\n{heading}", "dim")
-            self._heading = heading
-        # What is longer than its column moves the others on, rather than touching the one before.
-        line = "".join(f" {cells[name]}".rjust(width) for name, width in widths.items())
-        self._terminal.note(Text(line).append("  ★", "green") if best else line.rstrip())
-        self._shown = time.perf_counter()
+        return widths
 
     def _cells(self, step: int, line: Mapping[str, float], scores: Mapping[str, float]) -> dict[str, str]:
         """Return the text of each column by its heading; empty: not known."""

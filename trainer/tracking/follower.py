@@ -289,6 +289,8 @@ class Follower(threading.Thread):
             if line["step"] > self._stored.get(key := key_of(name), -1)
         ]
         if metrics:
+            # A run's page shows them in the order in which they came first: what is in no section last.
+            metrics.sort(key=lambda metric: "/" not in metric.key)
             client.log_batch(run_id, metrics=metrics, synchronous=True)
 
     def _complete(self, client: MlflowClient, run_id: str) -> None:

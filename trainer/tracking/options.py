@@ -18,8 +18,8 @@ class Tracking:
     folder."""
     experiment: str | None = None
     """Experiment in MLflow; null: the environment variable ``MLFLOW_EXPERIMENT_NAME``, else the recipe's name."""
-    system_metrics: bool = True
-    """Let MLflow sample CPU, memory and GPU use every 5 s."""
+    system_metrics: bool = False
+    """Let MLflow sample CPU, memory and GPU use every 5 s; its page of a run begins with them."""
     flush_every_s: float = 5.0
     """Seconds between uploads of new metrics."""
     upload_timeout_s: float = 30.0
@@ -30,8 +30,6 @@ class Tracking:
     copies, on another file system."""
     register: str | None = None
     """Registered model that gets the best weights as a new version; null: none."""
-    epilogue: bool = False
-    """Show at the end what the trained model can do, such as generated text, if the recipe has such a sample."""
 
     def __post_init__(self) -> None:
         check_range("tracking.flush_every_s", self.flush_every_s, "(0, inf)")

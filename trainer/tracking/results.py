@@ -47,12 +47,12 @@ def summary_lines(log: Path, summary: dict[str, Any]) -> list[dict[str, Any]]:
     for name in ("peak_memory", "reserved_memory", "process_memory"):
         held_bytes = summary.get(f"{name}_bytes")
         numbers[f"{name}_mib"] = held_bytes and held_bytes / 2**20
-    numbers = {name: float(f"{value:.4g}") for name, value in numbers.items() if value}  # a column shows few digits
+    numbers = {name: float(f"{value:.4g}") for name, value in numbers.items() if value}
     numbers |= {f"test_{name}": value for name, value in summary.get("test", {}).items()}
     found = [_line(lines[-1], **numbers)]
     evaluated = [line for line in lines if line.get(LOSS) is not None and line["step"]]
     if lowest := min(evaluated, key=lambda line: line[LOSS], default=None):
-        found.append(_line(lowest, best_loss=lowest[LOSS]))
+        found.append(_line(lowest, best_loss=float(f"{lowest[LOSS]:.6g}")))  # a column shows few digits
     best, metric = summary.get("best"), summary.get("best_metric", LOSS)
     if best and metric != LOSS:
         name = metric.removeprefix("valid/").replace("/", "_")
@@ -85,14 +85,15 @@ def description(folder: Path, run: TrackedRun) -> str | None:
     mode = summary["precision"]
     if then := summary.get("precision_then"):
         mode += f", after step {summary['precision_until']} in {then},"
-    said = f"**{summary['recipe']}** in {mode} {how} at step {summary['step']} of {summary['steps']}"
+    failed = summary.get("failure") or summary  # at a step before the last one, whose values the host read later
+    said = f"**{summary['recipe']}** in {mode} {how} at step {failed['step']} of {summary['steps']}"
     if summary["best"]:
         metric = summary["best_metric"].removeprefix("valid/")
         said += f"; best {metric}: {summary['best']['value']:.4g} at step {summary['best']['step']}"
     if worse := summary.get("worse_than_before"):
         said += f"; {worse}"
     parts = [run.tags["note"]] if "note" in run.tags else []
-    parts.append(f"{said}.")
+    parts.append(f"{said}. Reason: {summary['error']}." if summary.get("error") else f"{said}.")
     if (folder / "plots" / "loss.png").exists():
         parts.append(f"![loss](get-artifact?path=plots%2Floss.png&run_uuid={run.run_id})")
     if (folder / BEST).exists():

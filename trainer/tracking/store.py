@@ -44,8 +44,8 @@ SWEPT_TAG = "swept"
 """The tag of a sweep's runs that has its keys."""
 KEY_TAG = "mantissa.key"
 """The tag that holds the key of a run (``TrackedRun.key``)."""
-_OF_THE_MACHINE = re.compile(r"\w+_per_s|(process_)?memory_bytes|step_time_s|checkpoint_stall_s|mfu")
-"""The metrics that ``Monitor`` measures of a window of steps."""
+_SEEN_FIRST = re.compile(r"loss|\w+_per_s|step_time_s|(process_)?memory_bytes|mfu")
+"""What training learns, how fast and in how much memory, of the metrics of ``Monitor``."""
 LOCK_TIMEOUT_S = 60
 _SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -313,14 +313,12 @@ def show_swept(client: MlflowClient, run_id: str) -> None:
 
 
 def curve_key(name: str) -> str:
-    """Return MLflow's name of a logged metric, in ``train/`` or a section of its own such as ``valid/``.
+    """Return MLflow's name of a logged metric: loss, speed and memory are in ``train/``.
 
-    MLflow's pages show sections by name, and what is in none last: the numbers of a run as a whole, see ``results.py``.
-    What the machine does is in ``system/``, which has a page of its own: so charts begin with what is learnt.
+    MLflow's charts show sections such as ``train/`` and ``valid/`` by name, and last what is in none: the machinery,
+    such as ``loss_scale``, and the numbers of a run as a whole, see ``results.py``.
     """
-    if "/" not in name:
-        name = f"{'system' if _OF_THE_MACHINE.fullmatch(name) else 'train'}/{name}"
-    return metric_key(name)
+    return metric_key(f"train/{name}" if _SEEN_FIRST.fullmatch(name) else name)
 
 
 def metric_key(name: str) -> str:

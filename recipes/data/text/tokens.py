@@ -103,13 +103,6 @@ class TextDatasets(Datasets):
         line = lines[min(1, len(lines) - 1)]  # the first one may have lost its beginning to the training text
         return " ".join(line.split(" ")[:3])[:30].strip()
 
-    def beginning(self, most: int) -> np.ndarray:
-        """Return ids of the validation text, at most so many, that can be continued: of a chat, what is answered."""
-        if "valid" not in self.tokens.samples:
-            return self.tokens.valid[: min(16, most)]
-        first = int(self.tokens.samples["valid"].targets.argmax())
-        return self.tokens.valid[max(0, first - most) : first]
-
     def facts(self) -> dict[str, str]:
         tokens = {"training tokens": f"{len(self.tokens.train):,}", "validation tokens": f"{len(self.tokens.valid):,}"}
         return super().facts() | tokens | {"token ids": f"{self.vocabulary:,}"}

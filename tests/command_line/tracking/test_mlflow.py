@@ -96,7 +96,7 @@ def test_a_run_arrives_whole(folder: Path, store: str) -> None:
     assert shown[:3] == ["precision", "best_loss", "throughput"]
     assert {*shown} <= {"precision"} | sent
     assert points(store) == {path.name: Counter(step for step in range(1, 301) if step not in (7, 8))}
-    assert points(store, "train/loss_nonfinite") == {path.name: Counter([7, 8])}
+    assert points(store, "loss_nonfinite") == {path.name: Counter([7, 8])}
     first = json.loads((path / "metrics.jsonl").read_text().partition("\n")[0])
     history = client.get_metric_history(opened.run.run_id, "train/loss")
     assert min(point.timestamp for point in history) == int(first["time"] * 1000)

@@ -57,7 +57,8 @@ def test_a_language_model_opens_without_this_project_and_others_are_files(
         sent = json.loads((Path(best) / TRACKING_FILE).read_text())
         address = f"runs:/{sent['run_id']}"
         addresses[name] = f"{address}/best"
-        assert re.search(rf"/ui.py uri={store} +all runs in MLflow; this one is {address}\n$", done.out)
+        assert re.search(rf"\n{address} +in MLflow\n", done.out)
+        assert re.search(rf"/ui.py uri={store}\n$", done.out), "nothing that a shell would read with it"
         (version,) = connect(store).search_model_versions(f"name = '{name}'")
         assert version.source == addresses[name]
     files = [path for path in (folder / "mlartifacts").rglob("*") if path.is_file()]

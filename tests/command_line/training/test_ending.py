@@ -213,18 +213,6 @@ def test_the_last_weights_are_not_read_again_where_they_are_the_best(
     assert same_bits(before, load_file(run / "best" / "model.safetensors"))
 
 
-def test_a_run_shows_what_its_model_can_do_and_keeps_its_weights_where_that_fails(
-    train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = iter(["what it can do"])
-    monkeypatch.setattr(BigNet, "closing_text", lambda *_: next(texts), raising=False)
-    run = [*TINY, "steps=2", "tracking.epilogue=true"]
-    assert "what it can do" in train(*run, "run_name=a").out
-    assert train(*run, "run_name=b", "tracking.epilogue=false").code == 0
-    assert train(*run, "run_name=c").code == 1
-    assert (folder / "outputs/c/best/model.safetensors").exists()
-
-
 @pytest.mark.usefixtures("user_data")
 def test_a_damaged_photo_ends_the_run_saved_and_is_replaced_when_it_is_resumed(train: Train, folder: Path) -> None:
     options = [*IMAGES[:2], "data=imagefolder", "data.path=images", "recipe.image_size=32", "batch_size=2",

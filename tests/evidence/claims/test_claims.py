@@ -64,7 +64,7 @@ def test_a_file_becomes_arms_that_end_in_their_own_overrides(tmp_path: Path) -> 
     own = ("precision=bf16", "batch_size=8", "device=cuda:0", "data.path=here")
     assert bf16.overrides[-7:-4] == ("recipe=bignet", "steps=3", "steps=50")
     assert (bf16.overrides[-4:-2], bf16.overrides[-1]) == (own[:2], own[-1])
-    assert {"profiler=none", "checkpoint=none", "tracking.epilogue=false"} <= set(fp32.overrides)
+    assert {"profiler=none", "checkpoint=none"} <= set(fp32.overrides)
     (on_cpu,) = claim(tmp_path, criteria=[SPEED | {"measure": "memory"}]).runs(["fp32"], [], CPU)
     assert "steps=50" not in on_cpu.overrides
     assert "profiler=memory" in on_cpu.overrides

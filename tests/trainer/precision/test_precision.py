@@ -15,7 +15,7 @@ from mantissa.formats import FORMATS
 from tests.helpers import same_bits
 from trainer.errors import UserError
 from trainer.hardware import Hardware
-from trainer.precision.manifest import manifest_of, warning_if_slow
+from trainer.precision.manifest import manifest_of
 from trainer.precision.modes import Precision, automatic
 from trainer.precision.names import matching
 
@@ -23,7 +23,6 @@ CPU = torch.device("cpu")
 PLAIN_CPU = Hardware(CPU, "plain CPU", 2**34, 2)
 AMX = Hardware(CPU, "CPU with AMX", 2**34, 2, None, frozenset({"amx_bf16"}))
 H100 = Hardware(torch.device("cuda", 0), "H100", 2**36, 8, (9, 0))
-RATES = {"fp32": 0.1, "bf16": 0.01}
 AMD = Hardware(torch.device("cuda", 0), "an AMD GPU", 2**36, 8)
 T4 = Hardware(torch.device("cuda", 0), "T4", 2**34, 8, (7, 5))
 
@@ -88,16 +87,13 @@ def test_an_environment_that_changes_a_format_is_refused(
     assert manifest_of(Precision("bf16"), AMX, [])["environment"] == {variable: value}
 
 
-def test_unavailable_precisions_are_refused_and_emulated_ones_reported() -> None:
+def test_unavailable_precisions_are_refused() -> None:
     for hardware, half in ((PLAIN_CPU, "bf16"), (T4, "fp16")):
         with pytest.raises(UserError, match=f"precision=fp32 or precision={half}"):
             Precision("tf32").check(hardware)
     Precision("tf32").check(H100)
     with pytest.raises(UserError, match="an Apple GPU has no fp64; set precision=fp32 or device=cpu"):
         Precision("fp64").check(Hardware(torch.device("mps"), "M3", 2**34, 8))
-    assert warning_if_slow(Precision("bf16"), AMX, RATES) is None
-    assert "no bf16 instructions" in str(warning_if_slow(Precision("bf16"), PLAIN_CPU, RATES))
-    assert warning_if_slow(Precision("fp32"), PLAIN_CPU, RATES) is None
 
 
 @pytest.mark.parametrize("mode", [mode for mode in FORMATS if mode != "tf32"])
@@ -127,15 +123,6 @@ def test_auto_is_what_an_nvidia_gpu_multiplies_natively(capability: tuple[int, i
 @pytest.mark.parametrize("hardware", [PLAIN_CPU, AMX], ids=["plain", "AMX"])
 def test_auto_is_fp32_on_a_cpu(hardware: Hardware) -> None:
     assert automatic(hardware)[0] == "fp32"
-
-
-def test_the_warning_about_an_emulated_format_has_the_measured_rates() -> None:
-    """That fp16 is 100 times slower must not read as "no faster"."""
-    slow = str(warning_if_slow(Precision("fp16", kernels="native"), PLAIN_CPU, {"fp32": 0.09, "fp16": 0.0009}))
-    assert "matmuls are 100 times slower than in fp32 (0.0009 against 0.09 TFLOP/s, measured)" in slow
-    assert slow.endswith("set precision.kernels=auto")
-    even = str(warning_if_slow(Precision("bf16_master"), PLAIN_CPU, {"fp32": 0.09, "bf16": 0.081}))
-    assert "do not expect a speedup over fp32 (matmuls: 0.081 against 0.09 TFLOP/s, measured)" in even
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def begun(width: int | None = None, mfu: bool = True, **monitor: Any) -> tuple[T
     terminal = Terminal(Console(file=out, force_terminal=width is not None, width=width))
     plan: Any = SimpleNamespace(steps=300, evaluates=lambda step: step % 25 == 0)
     utilisation = Utilisation(flops_per_unit=1e6, measured_tflops=0.1 if mfu else None)
-    known: Any = SimpleNamespace(**{"unit": "tokens", "recovers": False, "utilisation": utilisation} | monitor)
+    known: Any = SimpleNamespace(**{"unit": "tokens", "ever_scaled": False, "utilisation": utilisation} | monitor)
     return Table(terminal, plan, known), out
 
 
@@ -71,9 +71,9 @@ def test_the_time_of_the_first_step_says_nothing_about_the_others() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.5, 0.0, 1e-7, 0.05, 0.38, 999.99996, 12345.6, 1.2e6, 1e30])
 @pytest.mark.parametrize("unit", ["tokens", "images", "samples"])
-@pytest.mark.parametrize("recovers", [False, True])
-def test_columns_are_aligned_for_numbers_of_any_size(value: float, unit: str, recovers: bool) -> None:
-    table, out = begun(unit=unit, recovers=recovers)  # the scale takes the place of MFU
+@pytest.mark.parametrize("scaled", [False, True])
+def test_columns_are_aligned_for_numbers_of_any_size(value: float, unit: str, scaled: bool) -> None:
+    table, out = begun(unit=unit, ever_scaled=scaled)  # the scale takes the place of MFU
     rate = {f"{unit}_per_s": abs(value) if math.isfinite(value) else 1.0, "step_time_s": 1.0}
     table.progress(20, LINE | {"loss": value, "grad_norm": value, "lr": 1e-3, "loss_scale": 2.0**21} | rate)
     table.row(25, dict.fromkeys(SCORES, value))
@@ -90,7 +90,7 @@ def test_a_scaled_run_has_its_scale_and_a_narrow_terminal_what_tells_most() -> N
         (80, "step loss valid perplexity tok/s eta scale skipped"),
         (72, "step loss valid tok/s eta scale skipped"),
     ):
-        table, out = begun(width, recovers=True)
+        table, out = begun(width, ever_scaled=True)
         table.progress(20, TIMED)
         table.row(25, many, best=True)
         table._terminal.end_progress()
@@ -98,6 +98,18 @@ def test_a_scaled_run_has_its_scale_and_a_narrow_terminal_what_tells_most() -> N
         assert heading.split() == shown.split()
         assert len(row) <= (width or 100)
         assert row.split()[-3:] == ["65536", "3", "★"]
+
+
+def test_a_log_has_one_heading_whatever_the_format_becomes() -> None:
+    table, out = begun(ever_scaled=True, mfu=False)
+    known: Any = table._monitor
+    for step, measured_tflops in ((25, None), (50, 0.1)):
+        known.utilisation = Utilisation(flops_per_unit=1e6, measured_tflops=measured_tflops)
+        table.progress(step - 5, TIMED)
+        table.row(step, SCORES)
+    _, heading, *rows = lines(out)
+    assert heading.split()[-2:] == ["scale", "skipped"]
+    assert [row.split()[-2:] for row in rows] == [["65536", "3"]] * 2
 
 
 def test_a_file_gets_a_sign_of_life_and_a_terminal_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +127,6 @@ def test_a_file_gets_a_sign_of_life_and_a_terminal_the_bar(monkeypatch: pytest.M
     shown = [line.split()[0] for line in lines(file) if line]
     # More often where the log has a new line; the one heading of the file has the columns of an evaluation.
     assert shown == ["7/300", "14/300", "20/300", "step", "25", "30", "37/300"]
-    assert "39/300  loss 2.5000  12.3k tok/s  0:39" in terminal.getvalue()
+    assert "39/300  loss 2.5000  12.3k tok/s  eta 0:39" in terminal.getvalue()
     assert "step" not in terminal.getvalue()
     in_place._terminal.end_progress()

@@ -75,6 +75,21 @@ def test_the_note_has_the_command_to_continue_if_possible(tmp_path: Path, status
     assert ("with more `steps=`" in note) == (status == "FINISHED")
 
 
+def test_the_note_has_the_step_and_the_reason_of_a_failure(tmp_path: Path) -> None:
+    summary = {"recipe": "gpt2", "precision": "fp16", "step": 10, "steps": 20, "best": None, "resume": "python x",
+               "status": "FAILED", "failure": {"step": 2}, "error": "step 2: the gradients are not finite"}  # fmt: skip
+    write_json(tmp_path / "summary.json", summary)
+    note = str(description(tmp_path, TrackedRun("e", "r", {}, {})))
+    assert "failed at step 2 of 20" in note
+    assert summary["error"] in note
+
+
+def test_a_table_shows_the_best_loss_in_few_digits(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"step": 1, "time": 7.0, "valid/loss": 3.491904640197754}) + "\n")
+    assert scores(path, {}) == {"best_loss": (3.4919, 1)}
+
+
 def test_a_run_that_ended_before_its_first_line_has_no_results(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     assert summary_lines(tmp_path / "metrics.jsonl", {}) == best_lines(tmp_path / "metrics.jsonl", {}) == []

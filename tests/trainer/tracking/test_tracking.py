@@ -279,9 +279,19 @@ def test_keys_become_ones_that_mlflow_takes() -> None:
     assert [valid_key(name) for name in names] == ["valid/top1", "a:b é", "data.files_0_", "a/c", "x", "_", "k" * 250]
     lines = ("loss", "grad_norm", "checkpoint_stall_s", "tokens_per_s", "mfu", "valid/loss", "numerics/lost")
     assert [curve_key(name) for name in lines] == [
-        "train/loss", "train/grad_norm", "system/checkpoint_stall_s", "system/tokens_per_s", "system/mfu",
+        "train/loss", "grad_norm", "checkpoint_stall_s", "train/tokens_per_s", "train/mfu",
         "valid/loss", "numerics/lost",
     ]  # fmt: skip
+
+
+def test_a_runs_page_begins_with_loss_speed_and_memory(tmp_path: Path) -> None:
+    sent: list[str] = []
+    client = SimpleNamespace(log_batch=lambda run_id, metrics, **_: sent.extend(metric.key for metric in metrics))
+    line = dict.fromkeys(("loss", "lr", "loss_scale", "tokens_per_s", "step_time_s", "process_memory_bytes"), 1.0)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 0.0} | line) + "\n")
+    Follower(tmp_path, "sqlite:///", TrackedRun("e", "r", {}, {}))._send_metrics(client, "id")  # type: ignore[arg-type]
+    first = [f"train/{name}" for name in ("loss", "tokens_per_s", "step_time_s", "process_memory_bytes")]
+    assert sent == [*first, "lr", "loss_scale"]
 
 
 def test_names_of_metrics_that_mlflow_refuses_stay_apart_and_are_said_once(
