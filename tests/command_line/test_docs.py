@@ -61,7 +61,7 @@ SMALL = {
 BEFORE = {
     "outputs/gpt2-bf16-s0": ["recipe=gpt2", "precision=bf16"],
     "outputs/gpt2-fp32-s0": ["recipe=gpt2", "precision=fp32"],
-    "outputs/resnet-bf16-s0": ["recipe=resnet", "precision=bf16", "data=imagefolder", "data.path=photos"],
+    "outputs/photos": ["recipe=resnet", "precision=bf16", "data=imagefolder", "data.path=photos", "run_name=photos"],
 }
 WORD = r"'?[a-z_]+(?:\.[a-z_0-9]+)*=[^\s<…|\\'\"]+'?"
 
