@@ -140,7 +140,7 @@ def write_workload(bench: Bench, job: Job, options: Sequence[str], file: Path) -
         mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
         samples = [(batch["image"] / 255 - mean) / std, batch["label"]]
     else:
-        config = trainer.model.gpt2.config.to_diff_dict()  # type: ignore[union-attr]
+        config = trainer.model.gpt2.config.to_diff_dict()  # type: ignore[union-attr, operator]
         samples = [batch["tokens"][:, :-1]]
     numbers = {"lr": workload.lr, "batch_size": workload.batch_size}
     place = {"device": bench.hardware.device.type, "precision": trainer.config.precision.mode}
