@@ -3,7 +3,7 @@
 # make ui      the runs side by side in MLflow
 # make docs    the documentation as a site, in site/: needs no torch
 # make bench   the ratios of docs/results.md, measured here
-# make bench-peers   the trainer beside accelerate, transformers' Trainer, Lightning and timm: installs them, then measures
+# make bench-peers   the trainer beside accelerate, transformers' Trainer and Lightning: installs them, then measures
 # make release the wheel and the sdist in dist/, checked in a clean environment; then the tag of this version
 # make test-avx2   the behaviour checks that depend on the kind of CPU, with no more than AVX2
 # make test-oldest   the behaviour checks with the oldest torch, torchvision and transformers, in an environment of its own

@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
     hardware = detect(options.device)
     facts = {name: hardware.facts()[name] for name in ("name", "device", "cpu_cores", "threads", "torch", "python")}
     print(", ".join(f"{key} {value}" for key, value in (facts | {"load": os.getloadavg()[0]}).items()))
-    print(f"median of {options.repeats} repeats (lowest to highest); compared loops alternate in one process")
+    print(f"median of {options.repeats} repeats (lowest to highest); what is compared takes turns")
     command = " ".join(["python benchmarks/bench.py", *arguments])
     failed: dict[str, str] = {}
     for name in options.only or MEASUREMENTS:

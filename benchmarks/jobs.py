@@ -135,8 +135,6 @@ class Workload:
         self.recipe = trainer.recipe
         self.device = trainer.device
         self.precision = trainer.config.precision
-        self.in_bf16 = self.precision.mode == "bf16"
-        """Whether it is computed in bf16 under autocast; otherwise in fp32."""
         self.lr = trainer.config.optimizer.lr
         self.batch_size = trainer.plan.batching.batch_size
         self.datasets = trainer.datasets
@@ -170,25 +168,21 @@ class Workload:
         model.load_state_dict(self.weights)
         return model
 
-    def optimizer(self, model: nn.Module, fused: bool = True) -> torch.optim.Optimizer:
-        """Return AdamW with weight decay for matrices only; ``fused``: in one kernel per group."""
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return AdamW with weight decay for matrices only, in one kernel per group."""
         matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
         others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95), fused=fused)
+        return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95), fused=True)
 
-    def dataset(self) -> torch.utils.data.Dataset[Batch]:
-        """Return the training samples for torch's DataLoader."""
-        return _Batches(len(self.order), self.fetch)
-
-    def loader(self, collate: Callable[[Batch], Any] = lambda batch: batch) -> DataLoader[Any]:
-        """Return torch's DataLoader over the trainer's order of samples; ``collate`` takes a whole batch."""
+    def loader(self) -> DataLoader[Any]:
+        """Return torch's DataLoader over the trainer's order of samples."""
         return DataLoader(
-            self.dataset(),
+            _Batches(len(self.order), self.fetch),
             self.batch_size,
             sampler=self.order,
             drop_last=True,
-            collate_fn=collate,  # type: ignore[arg-type]
+            collate_fn=lambda batch: batch,  # a whole one: see _Batches
             pin_memory=self.device.type == "cuda" and not self.on_device,
         )
 

@@ -38,24 +38,24 @@ PEAK_STEP = 3
 
 
 class MeasuredRun(Run):
-    """A run with all features on, which pauses after each of its blocks while other loops take as many steps."""
+    """A run with all features on, which pauses after each of its blocks while a bare loop takes as many steps."""
 
     block_steps: int
-    others: dict[str, Block]
+    bare: Block
     clock: Clock
     seconds: Times
-    """Seconds of each block by name; those of the run itself are called ``trainer``."""
+    """Seconds of each block by name: ``trainer`` is the run itself, ``bare`` the loop written by hand."""
 
-    def measure(self, block_steps: int, others: dict[str, Block], clock: Clock) -> Times:
-        """Train to the end in turns with other loops, and return the seconds of each block."""
-        self.block_steps, self.others, self.clock = block_steps, others, clock
-        self.seconds = {name: [] for name in ("trainer", *others)}
+    def measure(self, block_steps: int, bare: Block, clock: Clock) -> Times:
+        """Train to the end in turns with a bare loop, and return the seconds of each block."""
+        self.block_steps, self.bare, self.clock = block_steps, bare, clock
+        self.seconds = {"trainer": [], "bare": []}
         self._began = clock()
         self.train()
         return self.seconds
 
     def step(self, microbatches: list[Batch]) -> StepRecord:
-        """Take one optimizer step; where a block has ended before it, first let the other loops run."""
+        """Take one optimizer step; where a block has ended before it, first let the bare loop run."""
         if self.trainer.step and self.trainer.step % self.block_steps == 0:
             self._end_block()
         return super().step(microbatches)
@@ -64,8 +64,7 @@ class MeasuredRun(Run):
         synchronise(self.trainer.device)
         with self.monitor.paused():
             self.seconds["trainer"].append(self.clock() - self._began)
-            for name, block in self.others.items():
-                self.seconds[name].append(block(self.block_steps))
+            self.seconds["bare"].append(self.bare(self.block_steps))
             self._wait_for_mlflow()
             self._began = self.clock()
 
@@ -79,14 +78,8 @@ class MeasuredRun(Run):
             time.sleep(0.05)
 
 
-def alternate(
-    bench: Bench,
-    job: Job,
-    options: Sequence[str],
-    others: Callable[[Workload], dict[str, Block]] = lambda workload: {},
-    clock: Clock = time.perf_counter,
-) -> Times:
-    """Return the seconds per repeat of a whole run with all features on, and of loops that alternate with it.
+def alternate(bench: Bench, job: Job, options: Sequence[str], clock: Clock = time.perf_counter) -> Times:
+    """Return the seconds per repeat of a whole run with all features on, and of a bare loop that alternates with it.
 
     The run is called ``trainer``, the loop written by hand ``bare``. One further repeat comes first, as a warm-up.
 
@@ -94,7 +87,6 @@ def alternate(
         bench: its folder takes the run.
         job: what is trained.
         options: further overrides.
-        others: returns the blocks of other loops by name.
         clock: of the run and the bare loop, in seconds.
     """
     hardware, folder = bench.hardware, bench.folder
@@ -105,15 +97,14 @@ def alternate(
     length = (f"steps={last}", f"eval_every={last}", "eval_samples=1")
     config = job.config(*options, *local, *place, *tracked, *length)
     trainer = Trainer.from_config(config, hardware)
-    workload = Workload(trainer)
-    blocks = {"bare": stopwatch(BareLoop(workload).run, hardware.device, clock)} | others(workload)
+    bare = stopwatch(BareLoop(Workload(trainer)).run, hardware.device, clock)
     run_folder = RunFolder.create(config.output_dir, trainer.config.name)
     terminal = Terminal(Console(file=io.StringIO()))
     terminal.show_logs()
     run = MeasuredRun(trainer, Scores(trainer.config), run_folder, terminal, Signals(), time.monotonic(), command="")
     run.begin([])
     with threads(job.threads):
-        seconds = run.measure(job.steps, blocks, clock)
+        seconds = run.measure(job.steps, bare, clock)
     return by_repeat(seconds, bench.repeats, job.rounds)
 
 
@@ -167,7 +158,6 @@ class Loop:
     """The recipe's own model."""
     optimizer: torch.optim.Optimizer
     fit: Fit
-    block: Block
 
 
 def stepwise(run: Callable[[int], object], model: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
@@ -178,7 +168,7 @@ def stepwise(run: Callable[[int], object], model: nn.Module, optimizer: torch.op
             run(1)
             after(step)
 
-    return Loop(model, optimizer, fit, stopwatch(run, next(model.parameters()).device))
+    return Loop(model, optimizer, fit)
 
 
 def bare(workload: Workload) -> Loop:

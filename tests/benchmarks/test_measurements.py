@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,15 +14,15 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import bench, overhead, peers, ratios, rows
+from benchmarks import bench, loops, overhead, peers, ratios, rows
 from benchmarks import nanogpt as nanogpt_module
-from benchmarks.jobs import BIGNET, TINY_MLP, BareLoop, Job, Workload, gpt2_job, resnet_job, shakespeare
+from benchmarks.jobs import BIGNET, TINY_MLP, BareLoop, Job, gpt2_job, resnet_job, shakespeare
 from benchmarks.nanogpt import AGAIN, BLOCKS, DEFAULT, PLAIN, PlainLoop, PlainShape, _plain, nanogpt_steps
 from benchmarks.rows import Bench, Row
-from evidence.stopwatch import Block
 from trainer.config.compose import compose
 from trainer.config.options import run
 from trainer.config.settle import plan_of
+from trainer.errors import RunError
 from trainer.hardware import Hardware, detect
 from trainer.parallel.compile import Compile
 from trainer.trainer import Trainer
@@ -114,63 +113,70 @@ def test_the_largest_batches_are_kept_beside_their_ratio(tmp_path: Path, monkeyp
     assert "4 images" in str(found["fp32"])
 
 
-def test_a_run_pauses_while_others_take_their_turns(tmp_path: Path) -> None:
+def test_a_run_pauses_while_the_bare_loop_has_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
-    def others(workload: Workload) -> dict[str, Block]:
-        def block(steps: int) -> float:
-            now[0] += 10.0 * steps
-            return 10.0 * steps
+    def run(loop: BareLoop, steps: int) -> None:
+        now[0] += 10.0 * steps
 
-        return {"other": block}
-
-    times = overhead.alternate(Bench(CPU, 2, tmp_path), SMALL, ("log_every=10",), others, clock=lambda: now[0])
-    assert times == {"trainer": [0.0, 0.0], "bare": [0.0, 0.0], "other": [60.0, 60.0]}
+    monkeypatch.setattr(BareLoop, "run", run)
+    times = overhead.alternate(Bench(CPU, 2, tmp_path), SMALL, ("log_every=10",), clock=lambda: now[0])
+    assert times == {"trainer": [0.0, 0.0], "bare": [60.0, 60.0]}
     assert len((tmp_path / "small" / "metrics.jsonl").read_text().splitlines()) == 4  # 1, 10, 19, evaluation
 
 
-# --- other loops ---
+# --- other frameworks ---
+
+GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64")
 
 
-def whole(workload: Workload, folder: Path) -> overhead.Loop:
-    """The loop written by hand as a framework with a fit of its own."""
-    loop = overhead.bare(workload)
-    return peers.fitted(loop.fit, loop.model, loop.optimizer)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*GPT2, "batch_size=4"),
+        ("recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=32", "data=synthetic", "batch_size=4"),
+    ],
+)
+def test_the_bare_program_trains_what_the_trainer_trains(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    """The first loss of the plain model, from the file that the frameworks are given, is the recipe's."""
+    options = ("precision=fp32", "schedule=constant", "device=cpu")
+    job = Job("small", overrides, steps=2)
+    file = peers.write_workload(Bench(CPU, 1, tmp_path), job, options, tmp_path / "workload.pt")
+    workload = loops.Workload(file, job.steps)
+    trainer = Trainer.from_config(job.config(*options), CPU)
+    batch = next(trainer.batches())[0]
+    ours = trainer.recipe.loss(trainer.model, batch).loss_sum / trainer.recipe.count_targets(batch)
+    theirs = workload.model(*next(iter(workload.loader())))
+    # transformers' loss leaves the last token of each sample out
+    assert theirs.item() == pytest.approx(ours.item(), rel=0.02)
 
 
-def other_rate(workload: Workload, folder: Path) -> overhead.Loop:
-    loop = BareLoop(workload)
-    for group in loop.optimizer.param_groups:
-        group["lr"] *= 3
-    return overhead.stepwise(loop.run, loop.model, loop.optimizer)
+def test_programs_take_turns_and_one_that_trains_otherwise_or_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns: list[str] = []
 
+    def program(name: str, *given: object) -> dict[str, float]:
+        turns.append(name)
+        if name == "broken":
+            raise RunError("no such device")
+        return {"seconds": {"bare": 2.0, "other": 3.0}[name], "loss": {"bare": 1.0, "other": 1.1}[name]}
 
-def cannot_start(workload: Workload, folder: Path) -> overhead.Loop:
-    raise ImportError("a part of it is missing")
-
-
-def test_loops_of_the_same_job_are_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One that trains otherwise is found out; one that fails or is not installed is named, the others are measured."""
-    made = (
-        peers.Framework("whole", whole, ("torch",)),
-        peers.Framework("other rate", other_rate, ("torch",), note="differs"),
-        peers.Framework("cannot start", cannot_start, ("torch",)),
-        peers.Framework("absent", whole, ("a-package-that-nobody-has",)),
-    )
-    given = Bench(CPU, 2, tmp_path)
-    found = {row.name.removeprefix(f"tiny MLP {given.mode}, "): row for row in peers.peers(given, [TINY], made)}
-    torch_version = version("torch")
-    for name in (peers.MANTISSA, f"whole {torch_version}", f"other rate {torch_version}"):
-        assert min(found[f"step of {name} / bare loop"].values) > 0
-        peak = re.search(r"peak memory of the third step (\S+)x", found[f"step of {name} / bare loop"].measured)
-        assert peak
-        assert 0.9 < float(peak[1]) < 1.1
-    broken = found[f"step of cannot start {torch_version} / bare loop"]
-    assert (broken.values, broken.measured) == ([], "failed: ImportError: a part of it is missing")
-    other = found[f"step of other rate {torch_version} / bare loop"].measured
-    assert "NOT the same training" in other
-    assert other.endswith("; differs")
-    assert "NOT" not in found[f"step of whole {torch_version} / bare loop"].measured
+    monkeypatch.setattr(peers, "write_workload", lambda *given: tmp_path / "workload.pt")
+    monkeypatch.setattr(peers, "_loop", program)
+    monkeypatch.setattr(peers, "_train", lambda *given: turns.append("trainer") or {"seconds": 1.0, "loss": 1.001})
+    made = [peers.Framework(name, ("torch",)) for name in ("other", "broken")]
+    made.append(peers.Framework("absent", ("a-package-that-nobody-has",)))
+    rows = {row.name: row for row in peers.peers(Bench(CPU, 2, tmp_path), [SMALL], made) if " fp32, " in row.name}
+    known = version("torch")
+    assert {name.partition("step of ")[2]: row.values for name, row in rows.items()} == {
+        f"broken {known} / bare loop": [],
+        "Mantissa / bare loop": [0.5, 0.5],
+        f"other {known} / bare loop": [1.5, 1.5],
+    }
+    assert turns[-6:] == ["trainer", "bare", "other", "other", "bare", "trainer"]
+    assert "NOT alike" in rows[f"small fp32, step of other {known} / bare loop"].measured
+    assert "NOT" not in rows["small fp32, step of Mantissa / bare loop"].measured
     assert "absent: a-package-that-nobody-has is not installed" in capsys.readouterr().out
 
 

@@ -108,8 +108,8 @@ def test_a_gpus_column_takes_the_place_of_the_sentence_that_none_was_measured() 
     for path, text in pages.items():
         assert "| H200 |" in text
         assert "456,000 tokens/s" in text
-        assert "Nothing has run on a GPU" in before[path]
-        assert "Nothing has run on a GPU" not in text
+        assert "No GPU has been measured" in before[path]
+        assert "No GPU has been measured" not in text
 
 
 def test_the_picture_can_be_drawn_where_speed_was_not_judged(tmp_path: Path) -> None:
