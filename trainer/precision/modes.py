@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -24,7 +24,7 @@ from mantissa.step.flags import set_flags
 from mantissa.step.islands import cast_inputs, keep_fp32, with_fp32_statistics
 from mantissa.step.step import Widened
 from mantissa.tensors import in_dtype
-from trainer.errors import UserError, check_choice
+from trainer.errors import UserError, check_choice, no_effect
 from trainer.hardware import NATIVE, UNAVAILABLE, Hardware
 from trainer.precision import kernels, scaled
 from trainer.precision.modules import BY_MODULE, OPTION, check_beside, check_names, islands_of, named, scaled_layers
@@ -82,13 +82,10 @@ class Precision:
         check_names(self.modules)
         self._check_change()
         halves = any(FORMATS[mode].half for mode in self.modes)
-        for key, default in (("modules", "{}"), ("fp32_ops", "null"), ("kernels", kernels.AUTO)):
+        for key in ("modules", "fp32_ops", "kernels"):
             if not halves and getattr(self, key) not in (None, {}, kernels.AUTO):
-                raise UserError(
-                    f"precision.{key} has no effect with precision={self.mode}, which has no 16-bit dtype",
-                    shlex.quote(f"precision.{key}={default}"),
-                    "precision=bf16",
-                )
+                why = f"precision={self.mode} has no 16-bit dtype"
+                raise no_effect(f"precision.{key}", why, f"precision={BF16.name}")
         for mode in self.modes:
             check_beside(self.modules, mode, *[f"precision={BF16.name}"] * (mode == self.mode))
         self._check_gradients()
@@ -97,9 +94,7 @@ class Precision:
             self.fp8_scaling = self.fp8_scaling or SCALINGS[0]
             check_choice("precision.fp8_scaling", self.fp8_scaling, SCALINGS)
         elif self.fp8_scaling is not None:
-            raise UserError(
-                f"precision.fp8_scaling has no effect with precision={self.mode}", "", mistake="precision.fp8_scaling"
-            )
+            raise no_effect("precision.fp8_scaling", f"precision={self.mode} has no fp8")
 
     def _check_gradients(self) -> None:
         if self.gradients is not None and self.gradients != BF16.name:
@@ -108,19 +103,15 @@ class Precision:
                 f"precision.gradients={BF16.name}",
             )
         if self.gradients is not None and not self.scaled:
-            raise UserError(
-                f"precision.gradients has no effect with precision={self.mode}, in which no layer is scaled",
-                "",
-                mistake="precision.gradients",
-            )
+            raise no_effect("precision.gradients", f"no layer is scaled in precision={self.mode}")
 
     def _check_change(self) -> None:
         """Check ``then`` and ``until``."""
         then = f"precision.then={self.then}"
         if self.then is None:
             if self.until is not None:
-                problem = f"precision.until={self.until} has no effect without precision.then, the mode after that step"
-                raise UserError(problem, "", mistake="precision.until")
+                why = "there is no precision.then, the mode after that step"
+                raise no_effect(f"precision.until={self.until}", why, mistake="precision.until")
             return
         if format_name(self.then) in FORMATS.keys() - {self.then}:
             problem = f"{then} is another library's word for a mode"
@@ -415,20 +406,20 @@ class Precision:
                     raise
                 # Another first mode is no remedy.
                 remedies = [each for each in error.remedies if not each.startswith("precision=")]
-                problem = error.problem.replace("precision=", "precision.then=", 1)
+                problem = f"precision.then={phase.mode}: {error.problem}"
                 raise UserError(problem, *(remedies or [""]), mistake="" if remedies else _CHANGE) from error
 
     def check_single(self, why: str) -> None:
         """Refuse a change, by a UserError that says ``why`` it has no effect."""
         if self.then is not None:
-            raise UserError(f"precision.then={self.then} has no effect: {why}", "", mistake=_CHANGE)
+            raise no_effect(f"precision.then={self.then}", why, mistake=_CHANGE)
 
     @property
     def modes(self) -> tuple[str, ...]:
         """The modes of a run, in their order."""
         return (self.mode,) if self.then is None else (self.mode, self.then)
 
-    @property
+    @cached_property
     def phases(self) -> tuple[Precision, ...]:
         """The precision of each mode of a run by itself, without the options that have no effect in it."""
         return tuple(map(self.in_mode, self.modes))
