@@ -302,15 +302,14 @@ class Precision:
         self.check_phases(lambda phase: phase.convert_layers(model, device, blocks, kept))
         if self.then is not None:
             self.phases[0].convert_layers(model, device, blocks, kept)
-        if (wide := self.format.wide) is not None:
-            for module in model.modules():  # not by ``Module.to``, which cannot swap the fake tensors of a forecast
-                for parameter in module.parameters(recurse=False):
-                    parameter.data = in_dtype(parameter.data, wide)
-                held = {name: each for name, each in module._buffers.items() if each is not None}
-                module._buffers.update({name: in_dtype(each, wide) for name, each in held.items()})
-        dtype = self.format.half_weights
-        if dtype is None:
-            return kept
+        if self.format.wide is not None:
+            _widen(model, self.format.wide)
+        if self.format.half_weights is not None:
+            self._halve(model, kept, self.format.half_weights)
+        return kept
+
+    def _halve(self, model: nn.Module, kept: list[str], dtype: torch.dtype) -> None:
+        """Round the weights to 16 bits, but those of the submodules ``kept`` in fp32, as ``convert`` says."""
         islands = {id(module) for name in kept for module in model.get_submodule(name).modules()}
         shared = {id(parameter) for name in kept for parameter in model.get_submodule(name).parameters()}
         for module_name, module in model.named_modules():
@@ -342,7 +341,6 @@ class Precision:
                 mistake=OPTION,
             )
         cast_inputs(model, dtype)
-        return kept
 
     def keep_fp32(self, model: nn.Module, device: torch.device, more: Iterable[str] = ()) -> list[str]:
         """Make the submodules that ``modules`` has in fp32, and ``more``, compute in fp32; return their names.
@@ -437,6 +435,14 @@ def automatic(hardware: Hardware) -> tuple[str, str]:
     if hardware.support(hardware.half.name) != NATIVE:
         return FP32.name, f"{of} has no 16-bit instructions"
     return hardware.half.name, f"{of} has {hardware.half.name} instructions"
+
+
+def _widen(model: nn.Module, dtype: torch.dtype) -> None:
+    for module in model.modules():  # not by ``Module.to``, which cannot swap the fake tensors of a forecast
+        for parameter in module.parameters(recurse=False):
+            parameter.data = in_dtype(parameter.data, dtype)
+        held = {name: each for name, each in module._buffers.items() if each is not None}
+        module._buffers.update({name: in_dtype(each, dtype) for name, each in held.items()})
 
 
 def _has_torchao() -> bool:
