@@ -215,8 +215,8 @@ def check_driver(device: str) -> None:
     except RuntimeError as error:
         why = first_line(error).partition(". ")[0]
     raise UserError(
-        f"device={device}: torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use the NVIDIA GPU "
-        f"that is here ({why}); the driver is {driver_version()}",
+        f"device={device}: torch cannot use the NVIDIA GPU that is here ({why}); the driver is {driver_version()}, and "
+        f"torch {torch.__version__} is built for CUDA {torch.version.cuda}",
         "device=cpu",
     )
 

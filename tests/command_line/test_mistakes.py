@@ -62,10 +62,10 @@ recipe=bignet | +trainer.max_epochs=3 | ; set epochs=3
 recipe=bignet | model.lr=1 | ; set optimizer.lr=1
 recipe=bignet | use_amp=true | ; set precision=fp16
 recipe=bignet | amp=O1 | ; set precision=fp16
-recipe=bignet precision=fp64 | compile=default | compile=default has no effect with precision=fp64
+recipe=bignet precision=fp64 | compile=default | compile=default has no effect: torch runs eagerly in precision=fp64
 recipe=bignet precision=fp64 | optimizer.state=bf16 | has its state in fp64; set optimizer.state=auto
 recipe=bignet precision=fp64 | scaler=dynamic | fp64 has more than fp32's range
-recipe=bignet precision=fp64 | 'precision.fp32_ops=[softmax]' | precision.fp32_ops has no effect with precision=fp64
+recipe=bignet precision=fp64 | 'precision.fp32_ops=[softmax]' | precision.fp32_ops has no effect: precision=fp64 has
 recipe=bignet | opt_level=O0 | ; set precision=fp32
 recipe=bignet | opt_level=O1 | ; set precision=fp16
 recipe=bignet | --opt-level=O2 | ; set precision=fp16_master
@@ -189,9 +189,9 @@ GPT2 precision=nvfp4 | precision.modules={*:bf16} | no linear layer in the model
 GPT2 precision=bf16 | precision.modules={ln_1:fp8} | has no linear layer … ; set 'precision.modules={}'
 recipe=bignet precision=bf16 | precision.modules={0:mxfp8} | a multiple of 32; set 'precision.modules={\[0\]:mxfp8,
 recipe=bignet | precision=mxfp8 | must be a multiple of 32; set precision=bf16
-GPT2 precision=bf16 | precision.gradients=bf16 | in which no layer is scaled; leave it out
+GPT2 precision=bf16 | precision.gradients=bf16 | no layer is scaled in precision=bf16; leave it out
 GPT2 precision=nvfp4 | precision.gradients=fp8 | ; set precision.gradients=bf16
-recipe=bignet precision=bf16 | precision.until=0.8 | no effect without precision.then
+recipe=bignet precision=bf16 | precision.until=0.8 | no effect: there is no precision.then
 recipe=bignet precision=bf16 | precision.then=fp32 | needs precision.until
 recipe=bignet precision=bf16 | precision.then=bf16 precision.until=0.8 | nothing would change
 recipe=bignet precision=bf16 precision.then=fp32 | precision.until=1.5 | the number of a step, or a share
@@ -205,7 +205,7 @@ recipe=bignet precision=bf16 precision.then=fp32 | precision.until=80% | the num
 recipe=bignet precision=fp32 precision.until=0.8 | precision.then=bfloat16 | ; set precision.then=bf16
 recipe=bignet precision=bf16 | precision.then=bf16_master precision.until=0.8 | holds weights in bfloat16
 recipe=bignet precision.then=bf16 precision.until=0.8 | precision=fp16_pure | holds weights in float16
-recipe=bignet precision=fp16 precision.then=bf16 precision.until=0.8 | scaler=static | with precision.then=bf16
+recipe=bignet precision=fp16 precision.then=bf16 precision.until=0.8 | scaler=static | precision.then=bf16: scaler=
 recipe=bignet | epochs=2 steps=10 | -
 experiment=resnet18_fake | recipe=bignet | resnet18_fake: it sets recipe.arch, of recipe=resnet
 experiment=resnet18_fake | data=digits | it sets data.classes, of data=synthetic … no other data=; leave it out

@@ -67,8 +67,8 @@ ROWS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         r"checkpointing.mode=block is unknown .*; set .*=blocks",
     ),
     (Precision, {"mode": "bf61"}, r"precision=bf61 is unknown"),
-    (Precision, {"mode": "fp32", "modules": {"head": "fp32"}}, r"precision.modules has no effect with precision=fp32"),
-    (Precision, {"mode": "fp32", "fp32_ops": ["softmax"]}, r"precision.fp32_ops has no effect with precision=fp32"),
+    (Precision, {"mode": "fp32", "modules": {"head": "fp32"}}, r"precision.modules has no effect: precision=fp32"),
+    (Precision, {"mode": "fp32", "fp32_ops": ["softmax"]}, r"precision.fp32_ops has no effect: precision=fp32"),
     (Precision, {"mode": "bf16", "kernels": "fast"}, r"kernels=fast is unknown \(auto, native, "),
     (
         Precision,

@@ -39,7 +39,7 @@ from trainer.checkpoint.schema import (
     steps,
     write_manifest,
 )
-from trainer.errors import UserError, check_number
+from trainer.errors import UserError, check_number, no_effect
 from trainer.files import remove_folder, sha256
 from trainer.optim.state import untie
 from trainer.parallel.shards import is_sharded
@@ -83,7 +83,7 @@ class Checkpoint:
             if name not in usable:
                 raise UserError(f"checkpoint.save_on_signal: {name} is not one of {', '.join(usable)}; use [USR1]")
         if self.save_on_signal and not self.enabled:
-            raise UserError("checkpoint.save_on_signal has no effect with checkpoint=none; remove one of them")
+            raise no_effect("checkpoint.save_on_signal", "checkpoint=none saves nothing")
 
 
 class CheckpointNotWritten(Exception):

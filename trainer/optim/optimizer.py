@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mantissa.formats import BF16, Format
-from trainer.errors import UserError, check_choice, check_range, nearest
+from trainer.errors import UserError, check_choice, check_range, nearest, no_effect
 from trainer.hardware import kind_of
 from trainer.optim.groups import check_patterns, layer_factors, parameter_groups
 from trainer.optim.low_state import AdamWBf16
@@ -113,10 +113,8 @@ class Optimizer:
                     mistake=f"optimizer.options.{option}",
                 )
             if self.state != "auto" and option not in ("betas", "eps"):
-                raise UserError(
-                    f"optimizer.options.{option} has no effect with optimizer.state={self.state}",
-                    "optimizer.state=auto",
-                )
+                why = f"optimizer.state={self.state} has betas and eps alone"
+                raise no_effect(f"optimizer.options.{option}", why, "optimizer.state=auto")
 
     @property
     def traits(self) -> Traits:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trainer.errors import UserError, check_number, check_range
+from trainer.errors import check_number, check_range, no_effect
 
 
 @dataclass
@@ -77,11 +77,8 @@ class OneCycle(Schedule):
 
     def __post_init__(self) -> None:
         if self.warmup_steps != "auto":
-            raise UserError(
-                f"schedule.warmup_steps={self.warmup_steps} has no effect with schedule=onecycle: schedule.rise is the "
-                "fraction of the steps in which the learning rate rises",
-                "schedule.warmup_steps=auto",
-            )
+            why = "schedule.rise is the fraction of the steps in which the learning rate of schedule=onecycle rises"
+            raise no_effect(f"schedule.warmup_steps={self.warmup_steps}", why, "schedule.warmup_steps=auto")
         check_range("schedule.rise", self.rise, "(0, 1)")
 
     def warmup(self, steps: int) -> int:

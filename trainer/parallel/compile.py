@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mantissa.formats import Format
-from trainer.errors import UserError, check_choice
+from trainer.errors import UserError, check_choice, no_effect
 
 MODES = ("off", "default", "max-autotune")
 
@@ -36,12 +36,8 @@ class Compile:
             UserError: casts to narrower formats would come back, which eager code leaves out.
         """
         if self.mode != "off" and format.wide:
-            raise UserError(
-                f"compile={self.mode} has no effect with precision={format.name}: torch runs eagerly where casts to "
-                "narrower formats are left out",
-                "compile=off",
-                "precision=fp32",
-            )
+            why = f"torch runs eagerly in precision={format.name}, where casts to narrower formats are left out"
+            raise no_effect(f"compile={self.mode}", why, "compile=off", "precision=fp32")
 
     def apply(
         self, modules: list[nn.Module], device: torch.device, mixed: bool = False, round_as_eager: bool = False

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -111,15 +111,130 @@ def is_emulated(not_timed: str | None) -> bool:
     return not_timed is not None and not_timed.startswith(EMULATED)
 
 
-# --- the kernels in use ---
+# --- what replaces torch's kernels, and where ---
 
 _FLASH = "_scaled_dot_product_flash_attention_for_cpu"
-OPERATORS = (
-    *("mm", "mm.out", "addmm", "addmm.out", "bmm", "bmm.out", "baddbmm", "baddbmm.out"),
-    *("convolution", "convolution_backward", _FLASH, f"{_FLASH}_backward"),
-)
-"""What is replaced: what takes most of a step in 16 bits where the processor lacks instructions. Layer norm, batch norm
-and GELU were slower in fp32 arithmetic than in torch's own kernels."""
+_MATMULS = ("mm", "mm.out", "addmm", "addmm.out", "bmm", "bmm.out", "baddbmm", "baddbmm.out")
+OPERATORS = (*_MATMULS, "convolution", "convolution_backward", _FLASH, f"{_FLASH}_backward")
+"""What takes most of a step in 16 bits where the processor lacks instructions. Layer norm, batch norm and GELU were
+slower in fp32 arithmetic than in torch's own kernels."""
+
+
+def _in_fp32(overload: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call torch's kernel with fp32 copies of its tensors of 16 bits, and round its results to these."""
+    dtype = args[0].dtype
+
+    def widen(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.dtype is dtype else value
+
+    wide, options = [*map(widen, args)], {key: widen(value) for key, value in kwargs.items()}
+    layout = torch.preserve_format
+    if overload.startswith("convolution"):
+        layout = _image_layout(*(args[1:10] if overload.endswith("_backward") else args))
+    elif overload == f"{_FLASH}_backward":
+        # The output of the forward pass is rounded, which can cost more than all other roundings: it is computed anew.
+        wide[4:6] = getattr(torch.ops.aten, _FLASH).default(*wide[1:4], *wide[6:], **options)
+
+    def narrow(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype, memory_format=layout if tensor.ndim > 3 else torch.preserve_format)
+
+    result = function(*wide, **options)
+    if overload == _FLASH:
+        return narrow(result[0]), *result[1:]  # the logarithms of sums are fp32 in any case
+    if isinstance(result, Tensor):
+        return narrow(result)
+    return tuple(part if part is None else narrow(part) for part in result)
+
+
+def _is_long_matmul(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a matmul is none of a linear layer's of few rows, for which torch is fast on every CPU."""
+    x, y = args[-2:]
+    return not (x.ndim > 1 and x.shape[-2] < _MANY and x.stride(-1) == 1 and y.stride(-1) != 1)
+
+
+def _is_short(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether gradients of attention are those of few tokens; ``args`` are of torch's backward kernel."""
+    _, query, key, *_, dropout, _ = args
+    few = max(query.shape[2], key.shape[2]) <= _SHORT and query.shape[1] == key.shape[1]
+    return few and not dropout and kwargs.get("attn_mask") is None
+
+
+@torch.autocast("cpu", enabled=False)
+def _attention_gradients(
+    overload: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key and value as torch's backward kernel of attention does; ``args`` are its.
+
+    Scores, shares and their gradients are fp32, as in torch's kernel, and rounded once for the last matmuls. (Dao et
+    al., "FlashAttention", 2022, appendix B.2, has the formulas.)
+    """
+    upstream, query, key, value, _, _, _, causal = args
+    heads, tokens, width = query.shape[1:]
+    scale = kwargs.get("scale")
+    scale = width**-0.5 if scale is None else scale
+    future = torch.full((tokens, key.shape[2]), -torch.inf).triu_(1) if causal else torch.zeros(())
+    # In the layout of torch's kernel, on which compiled code relies.
+    gradients = tuple(torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype) for x in (query, key, value))
+    samples = max(1, _SCORES // (heads * tokens * key.shape[2]))
+    for *parts, dq, dk, dv in zip(
+        *(tensor.split(samples) for tensor in (upstream, query, key, value, *gradients)), strict=True
+    ):
+        g, q, k, v = (part.flatten(0, 1) for part in parts)
+        shares = (q.float().mul_(scale) @ k.float().mT).add_(future).softmax(2)
+        slopes = torch._softmax_backward_data(g.float() @ v.float().mT, shares, 2, torch.float32).mul_(scale)
+        shares, slopes = shares.to(q.dtype), slopes.to(q.dtype)
+        for gradient, flat in ((dq, slopes @ k), (dk, slopes.mT @ q), (dv, shares.mT @ g)):
+            gradient.copy_(flat.view(gradient.shape))
+    return gradients
+
+
+def _image_layout(input: Tensor, weight: Tensor, bias: Any, *options: Any) -> torch.memory_format:
+    """Return the layout of torch's own 16-bit result, and of the gradients: compiled code relies on it."""
+    backend = torch._C._select_conv_backend(input, weight, None, *options)
+    layout: torch.memory_format = torch._C._conv_determine_backend_memory_format(input, weight, backend)
+    return layout
+
+
+def has_unseen_taps(args: Sequence[Any], kwargs: Any = None) -> bool:
+    """Return whether some tap of a convolution sees only padding; ``args`` are those of its backward pass."""
+    upstream, x, weight, _, stride, padding, dilation, transposed, *_ = args
+    outer, inner = (upstream, x) if transposed else (x, upstream)
+    for dim, (image, positions, taps) in enumerate(
+        zip(outer.shape[2:], inner.shape[2:], weight.shape[2:], strict=True)
+    ):
+        step, pad, spread = (option[dim % len(option)] for option in (stride, padding, dilation))  # one may be for all
+        for first in range(-pad, taps * spread - pad, spread):  # where a tap lies at the first position
+            if not any(0 <= first + position * step < image for position in range(positions)):
+                return True
+    return False
+
+
+# --- the table ---
+
+
+def _always(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return True
+
+
+class _Row(NamedTuple):
+    """How an operator is replaced."""
+
+    condition: Callable[[Sequence[Any], dict[str, Any]], bool]
+    """Which calls; torch's own kernel takes the others."""
+    replacement: Callable[..., Any] = _in_fp32
+
+
+_TAPS = {"convolution_backward": _Row(has_unseen_taps)}
+REPLACED: dict[str, dict[str, _Row]] = {
+    WIDE: dict.fromkeys(OPERATORS, _Row(_always)) | dict.fromkeys(_MATMULS, _Row(_is_long_matmul)),
+    CONVOLUTIONS: dict.fromkeys(("convolution", "convolution_backward"), _Row(_always)),
+    UNSEEN: _TAPS,
+    MENDED: _TAPS | {f"{_FLASH}_backward": _Row(_is_short, _attention_gradients)},
+}
+"""What ``choose`` returns: which operators it replaces, in which calls, by what."""
+
+
+# --- the kernels in use ---
 
 
 @dataclass
@@ -146,14 +261,7 @@ def use(dtype: torch.dtype, chosen: str) -> None:
     _process.chosen.pop(dtype, None)
     if chosen != OWN:
         _process.chosen[dtype] = chosen
-    gradient = "convolution_backward"
-    every = {
-        WIDE: OPERATORS,
-        CONVOLUTIONS: ("convolution", gradient),
-        UNSEEN: (gradient,),
-        MENDED: (gradient, f"{_FLASH}_backward"),
-    }
-    wanted = {overload for choice in _process.chosen.values() for overload in every[choice]}
+    wanted = {overload for choice in _process.chosen.values() for overload in REPLACED[choice]}
     if wanted == _process.replaced:
         return
     if _process.library is not None:
@@ -200,114 +308,16 @@ def _replacement(overload: str) -> Callable[..., Any]:
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         dtype, out = args[0].dtype, kwargs.get("out")
         chosen = in_use.get(dtype)
+        row = REPLACED[chosen].get(overload) if chosen else None  # it may be replaced for another format alone
         if (
-            chosen is None
+            row is None
             or any(operand is not None and operand.dtype is not dtype for operand in (*args[:3], out))
-            or not _replaces(chosen, overload, args, kwargs)
+            or not row.condition(args, kwargs)
         ):
             return own.call_boxed(keyset, *args, **kwargs)
         kwargs.pop("out", None)
         with torch._C.DisableTorchFunction():  # a mode, such as an operator policy, is for what the model calls
-            if chosen == MENDED and overload.startswith(_FLASH):
-                return _attention_gradients(*args, **kwargs)
-            result = _in_fp32(overload, functools.partial(functional.call_boxed, keyset), args, kwargs, dtype)
+            result = row.replacement(overload, functools.partial(functional.call_boxed, keyset), args, kwargs)
             return result if out is None else out.resize_(result.shape).copy_(result)
 
     return kernel
-
-
-def _replaces(chosen: str, overload: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call needs another kernel than torch's own; the operator may be replaced for another format."""
-    if chosen == WIDE:
-        return "mm" not in overload or not _generates_text(*args[-2:])
-    if chosen == CONVOLUTIONS:
-        return overload.startswith("convolution")
-    if overload == "convolution_backward":
-        return has_unseen_taps(args)
-    return chosen == MENDED and overload == f"{_FLASH}_backward" and _is_short(args, kwargs)
-
-
-def _in_fp32(
-    overload: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype
-) -> Any:
-    """Call torch's kernel with fp32 copies of the tensors of ``dtype``, and round its results to ``dtype``."""
-
-    def widen(value: Any) -> Any:
-        return value.float() if isinstance(value, Tensor) and value.dtype is dtype else value
-
-    wide, options = [*map(widen, args)], {key: widen(value) for key, value in kwargs.items()}
-    layout = torch.preserve_format
-    if overload.startswith("convolution"):
-        layout = _image_layout(*(args[1:10] if overload.endswith("_backward") else args))
-    elif overload == f"{_FLASH}_backward":
-        # The output of the forward pass is rounded, which can cost more than all other roundings: it is computed anew.
-        wide[4:6] = getattr(torch.ops.aten, _FLASH).default(*wide[1:4], *wide[6:], **options)
-
-    def narrow(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype, memory_format=layout if tensor.ndim > 3 else torch.preserve_format)
-
-    result = function(*wide, **options)
-    if overload == _FLASH:
-        return narrow(result[0]), *result[1:]  # the logarithms of sums are fp32 in any case
-    if isinstance(result, Tensor):
-        return narrow(result)
-    return tuple(part if part is None else narrow(part) for part in result)
-
-
-def _is_short(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether gradients of attention are those of few tokens; ``args`` are of torch's backward kernel."""
-    _, query, key, *_, dropout, _ = args
-    few = max(query.shape[2], key.shape[2]) <= _SHORT and query.shape[1] == key.shape[1]
-    return few and not dropout and kwargs.get("attn_mask") is None
-
-
-@torch.autocast("cpu", enabled=False)
-def _attention_gradients(*args: Any, scale: float | None = None, **mask: None) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key and value as torch's backward kernel of attention does; ``args`` are its.
-
-    Scores, shares and their gradients are fp32, as in torch's kernel, and rounded once for the last matmuls. (Dao et
-    al., "FlashAttention", 2022, appendix B.2, has the formulas.)
-    """
-    upstream, query, key, value, _, _, _, causal = args
-    heads, tokens, width = query.shape[1:]
-    scale = width**-0.5 if scale is None else scale
-    future = torch.full((tokens, key.shape[2]), -torch.inf).triu_(1) if causal else torch.zeros(())
-    # In the layout of torch's kernel, on which compiled code relies.
-    gradients = tuple(torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype) for x in (query, key, value))
-    samples = max(1, _SCORES // (heads * tokens * key.shape[2]))
-    for *parts, dq, dk, dv in zip(
-        *(tensor.split(samples) for tensor in (upstream, query, key, value, *gradients)), strict=True
-    ):
-        g, q, k, v = (part.flatten(0, 1) for part in parts)
-        shares = (q.float().mul_(scale) @ k.float().mT).add_(future).softmax(2)
-        slopes = torch._softmax_backward_data(g.float() @ v.float().mT, shares, 2, torch.float32).mul_(scale)
-        shares, slopes = shares.to(q.dtype), slopes.to(q.dtype)
-        for gradient, flat in ((dq, slopes @ k), (dk, slopes.mT @ q), (dv, shares.mT @ g)):
-            gradient.copy_(flat.view(gradient.shape))
-    return gradients
-
-
-def _generates_text(x: Tensor, y: Tensor) -> bool:
-    """Return whether a matmul is a linear layer's of few rows, for which torch has a fast kernel on every CPU."""
-    return x.ndim > 1 and x.shape[-2] < _MANY and x.stride(-1) == 1 and y.stride(-1) != 1
-
-
-def _image_layout(input: Tensor, weight: Tensor, bias: Any, *options: Any) -> torch.memory_format:
-    """Return the layout of torch's own 16-bit result, and of the gradients: compiled code relies on it."""
-    backend = torch._C._select_conv_backend(input, weight, None, *options)
-    layout: torch.memory_format = torch._C._conv_determine_backend_memory_format(input, weight, backend)
-    return layout
-
-
-def has_unseen_taps(args: Sequence[Any]) -> bool:
-    """Return whether some tap of a convolution sees only padding; ``args`` are those of its backward pass."""
-    upstream, x, weight, _, stride, padding, dilation, transposed, *_ = args
-    outer, inner = (upstream, x) if transposed else (x, upstream)
-    for dim, (image, positions, taps) in enumerate(
-        zip(outer.shape[2:], inner.shape[2:], weight.shape[2:], strict=True)
-    ):
-        step, pad, spread = (option[dim % len(option)] for option in (stride, padding, dilation))  # one may be for all
-        for first in range(-pad, taps * spread - pad, spread):  # where a tap lies at the first position
-            if not any(0 <= first + position * step < image for position in range(positions)):
-                return True
-    return False

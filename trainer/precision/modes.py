@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -24,7 +24,7 @@ from mantissa.step.flags import set_flags
 from mantissa.step.islands import cast_inputs, keep_fp32, with_fp32_statistics
 from mantissa.step.step import Widened
 from mantissa.tensors import in_dtype
-from trainer.errors import UserError, check_choice
+from trainer.errors import UserError, check_choice, no_effect
 from trainer.hardware import NATIVE, UNAVAILABLE, Hardware
 from trainer.precision import kernels, scaled
 from trainer.precision.modules import BY_MODULE, OPTION, check_beside, check_names, islands_of, named, scaled_layers
@@ -82,13 +82,10 @@ class Precision:
         check_names(self.modules)
         self._check_change()
         halves = any(FORMATS[mode].half for mode in self.modes)
-        for key, default in (("modules", "{}"), ("fp32_ops", "null"), ("kernels", kernels.AUTO)):
+        for key in ("modules", "fp32_ops", "kernels"):
             if not halves and getattr(self, key) not in (None, {}, kernels.AUTO):
-                raise UserError(
-                    f"precision.{key} has no effect with precision={self.mode}, which has no 16-bit dtype",
-                    shlex.quote(f"precision.{key}={default}"),
-                    "precision=bf16",
-                )
+                why = f"precision={self.mode} has no 16-bit dtype"
+                raise no_effect(f"precision.{key}", why, f"precision={BF16.name}")
         for mode in self.modes:
             check_beside(self.modules, mode, *[f"precision={BF16.name}"] * (mode == self.mode))
         self._check_gradients()
@@ -97,9 +94,7 @@ class Precision:
             self.fp8_scaling = self.fp8_scaling or SCALINGS[0]
             check_choice("precision.fp8_scaling", self.fp8_scaling, SCALINGS)
         elif self.fp8_scaling is not None:
-            raise UserError(
-                f"precision.fp8_scaling has no effect with precision={self.mode}", "", mistake="precision.fp8_scaling"
-            )
+            raise no_effect("precision.fp8_scaling", f"precision={self.mode} has no fp8")
 
     def _check_gradients(self) -> None:
         if self.gradients is not None and self.gradients != BF16.name:
@@ -108,19 +103,15 @@ class Precision:
                 f"precision.gradients={BF16.name}",
             )
         if self.gradients is not None and not self.scaled:
-            raise UserError(
-                f"precision.gradients has no effect with precision={self.mode}, in which no layer is scaled",
-                "",
-                mistake="precision.gradients",
-            )
+            raise no_effect("precision.gradients", f"no layer is scaled in precision={self.mode}")
 
     def _check_change(self) -> None:
         """Check ``then`` and ``until``."""
         then = f"precision.then={self.then}"
         if self.then is None:
             if self.until is not None:
-                problem = f"precision.until={self.until} has no effect without precision.then, the mode after that step"
-                raise UserError(problem, "", mistake="precision.until")
+                why = "there is no precision.then, the mode after that step"
+                raise no_effect(f"precision.until={self.until}", why, mistake="precision.until")
             return
         if format_name(self.then) in FORMATS.keys() - {self.then}:
             problem = f"{then} is another library's word for a mode"
@@ -311,15 +302,14 @@ class Precision:
         self.check_phases(lambda phase: phase.convert_layers(model, device, blocks, kept))
         if self.then is not None:
             self.phases[0].convert_layers(model, device, blocks, kept)
-        if (wide := self.format.wide) is not None:
-            for module in model.modules():  # not by ``Module.to``, which cannot swap the fake tensors of a forecast
-                for parameter in module.parameters(recurse=False):
-                    parameter.data = in_dtype(parameter.data, wide)
-                held = {name: each for name, each in module._buffers.items() if each is not None}
-                module._buffers.update({name: in_dtype(each, wide) for name, each in held.items()})
-        dtype = self.format.half_weights
-        if dtype is None:
-            return kept
+        if self.format.wide is not None:
+            _widen(model, self.format.wide)
+        if self.format.half_weights is not None:
+            self._halve(model, kept, self.format.half_weights)
+        return kept
+
+    def _halve(self, model: nn.Module, kept: list[str], dtype: torch.dtype) -> None:
+        """Round the weights to 16 bits, but those of the submodules ``kept`` in fp32, as ``convert`` says."""
         islands = {id(module) for name in kept for module in model.get_submodule(name).modules()}
         shared = {id(parameter) for name in kept for parameter in model.get_submodule(name).parameters()}
         for module_name, module in model.named_modules():
@@ -351,7 +341,6 @@ class Precision:
                 mistake=OPTION,
             )
         cast_inputs(model, dtype)
-        return kept
 
     def keep_fp32(self, model: nn.Module, device: torch.device, more: Iterable[str] = ()) -> list[str]:
         """Make the submodules that ``modules`` has in fp32, and ``more``, compute in fp32; return their names.
@@ -415,20 +404,20 @@ class Precision:
                     raise
                 # Another first mode is no remedy.
                 remedies = [each for each in error.remedies if not each.startswith("precision=")]
-                problem = error.problem.replace("precision=", "precision.then=", 1)
+                problem = f"precision.then={phase.mode}: {error.problem}"
                 raise UserError(problem, *(remedies or [""]), mistake="" if remedies else _CHANGE) from error
 
     def check_single(self, why: str) -> None:
         """Refuse a change, by a UserError that says ``why`` it has no effect."""
         if self.then is not None:
-            raise UserError(f"precision.then={self.then} has no effect: {why}", "", mistake=_CHANGE)
+            raise no_effect(f"precision.then={self.then}", why, mistake=_CHANGE)
 
     @property
     def modes(self) -> tuple[str, ...]:
         """The modes of a run, in their order."""
         return (self.mode,) if self.then is None else (self.mode, self.then)
 
-    @property
+    @cached_property
     def phases(self) -> tuple[Precision, ...]:
         """The precision of each mode of a run by itself, without the options that have no effect in it."""
         return tuple(map(self.in_mode, self.modes))
@@ -446,6 +435,14 @@ def automatic(hardware: Hardware) -> tuple[str, str]:
     if hardware.support(hardware.half.name) != NATIVE:
         return FP32.name, f"{of} has no 16-bit instructions"
     return hardware.half.name, f"{of} has {hardware.half.name} instructions"
+
+
+def _widen(model: nn.Module, dtype: torch.dtype) -> None:
+    for module in model.modules():  # not by ``Module.to``, which cannot swap the fake tensors of a forecast
+        for parameter in module.parameters(recurse=False):
+            parameter.data = in_dtype(parameter.data, dtype)
+        held = {name: each for name, each in module._buffers.items() if each is not None}
+        module._buffers.update({name: in_dtype(each, dtype) for name, each in held.items()})
 
 
 def _has_torchao() -> bool:

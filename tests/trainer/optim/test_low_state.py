@@ -104,7 +104,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
         ("precision=bf16_pure", "but precision=bf16_pure has 16-bit state already; set optimizer.state=auto"),
         (
             "optimizer.options.amsgrad=true",
-            "optimizer.options.amsgrad has no effect with optimizer.state=bf16; set ",
+            "optimizer.options.amsgrad has no effect: optimizer.state=bf16 has betas and eps alone; set ",
         ),
     ],
 )

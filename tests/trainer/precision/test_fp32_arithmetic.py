@@ -152,30 +152,37 @@ def test_only_what_is_asked_for_is_replaced(widened: list[str]) -> None:
     x.bfloat16() @ y.bfloat16()
     assert widened == []
     x.half() @ y.half()
-    assert widened == ["fp32"]
+    assert widened == ["mm"]
     x[:1].half() @ y.half().t().contiguous().t()  # a linear layer that generates text has a fast kernel everywhere
-    assert widened == ["fp32"]
+    assert widened == ["mm"]
     use(FP16, OWN)
     assert kernels._process.replaced == {"convolution_backward"}
     use(BF16, MENDED)
     use(FP16, UNSEEN)
     assert kernels._process.replaced == {"convolution_backward", f"{kernels._FLASH}_backward"}
     attention_gradients(*(randn(1, 2, 8, 8, dtype=FP16, seed=seed) for seed in range(4)))
-    assert widened == ["fp32"]
+    assert widened == ["mm"]
+
+
+def calls_of(replacement: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One entry for each call that was replaced by this."""
+    calls: list[str] = []
+
+    def counted(overload: str, *args: Any) -> Any:
+        calls.append(overload)
+        return replacement(overload, *args)
+
+    for rows in kernels.REPLACED.values():
+        for overload, row in rows.items():
+            if row.replacement is replacement:
+                monkeypatch.setitem(rows, overload, row._replace(replacement=counted))
+    return calls
 
 
 @pytest.fixture
 def widened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """One entry for each call that used fp32 arithmetic."""
-    calls: list[str] = []
-    compute = kernels._in_fp32
-
-    def counted(*args: Any) -> Any:
-        calls.append("fp32")
-        return compute(*args)
-
-    monkeypatch.setattr(kernels, "_in_fp32", counted)
-    return calls
+    return calls_of(kernels._in_fp32, monkeypatch)
 
 
 def test_compiled_and_recomputed_code_takes_the_same_path(widened: list[str]) -> None:
@@ -266,14 +273,14 @@ def test_onednns_unwritten_gradients_are_computed_in_fp32_whatever_is_chosen(
 
     use(dtype, choose(dtype, "auto", both_native))
     damaged = gradient(1).flatten(2)
-    assert widened == ["fp32"]
+    assert widened == ["convolution_backward"]
     assert (damaged[..., [0, 1, 2, 3, 5, 6, 7, 8]] == 0).all()
     assert (damaged[..., 4] != 0).all()
     gradient(8)
-    assert widened == ["fp32"]
+    assert widened == ["convolution_backward"]
     use(dtype, CONVOLUTIONS)
     gradient(8)
-    assert widened == ["fp32"] * 3  # forward, too
+    assert widened[1:] == ["convolution", "convolution_backward"]
 
 
 # --- gradients of attention over few tokens ---
@@ -308,11 +315,7 @@ def test_gradients_of_short_attention_are_as_exact_as_torchs(
     exact = attention_gradients(*(each.double() for each in tensors), **options)
     kernels.clear()
     own = attention_gradients(*tensors, **options)
-    calls: list[str] = []
-    compute = kernels._attention_gradients
-    monkeypatch.setattr(
-        kernels, "_attention_gradients", lambda *args, **kwargs: (calls.append(""), compute(*args, **kwargs))[1]
-    )
+    calls = calls_of(kernels._attention_gradients, monkeypatch)
     use(BF16, MENDED)
     mended = attention_gradients(*tensors, **options)
     assert calls
