@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_model
 from torch import Tensor, nn
 
-from mantissa.step.step import leaves
+from mantissa.step.replay import leaves
 from mantissa.tensors import random_state, set_random_state
 from trainer.checkpoint.weights import open_file
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId

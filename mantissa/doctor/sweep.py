@@ -17,7 +17,9 @@ from mantissa.doctor.dtypes import stored_in_half
 from mantissa.doctor.finding import DOMAIN, EXCEPTION, INPUT, NOT_FINITE, Cure, Examined, Finding
 from mantissa.errors import FormatError, described, is_out_of_memory
 from mantissa.formats import BF16, FP32, TF32, Format, plain
-from mantissa.step.step import Batch, Replay, Step, batch_key
+from mantissa.step.batch import Batch, batch_key
+from mantissa.step.replay import Replay
+from mantissa.step.step import Step
 from mantissa.step.trace import BACKWARD, FORWARD, HALF
 
 OK, BREAKS, RAISES, DIFFERS, LEFT_OUT = "ok", "BREAKS", "RAISES", "DIFFERS", "left out"

@@ -35,7 +35,8 @@ from mantissa.doctor.finding import DTYPE, ERROR, INPUT, LOST, MOMENT, OVERFLOW,
 from mantissa.doctor.sweep import RAISES, FormatTrial
 from mantissa.formats import FORMATS
 from mantissa.step.loop import LoopStep
-from mantissa.step.step import Replay, ReplayResult, Step
+from mantissa.step.replay import Replay, ReplayResult
+from mantissa.step.step import Step
 from mantissa.tensors import random_state
 from tests.mantissa.bits import same_bits
 from tests.mantissa.doctor.faults import Batch, Own, adam, error, regression, with_value
