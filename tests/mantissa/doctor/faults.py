@@ -749,12 +749,13 @@ FAULTS = {
         line="masked_fill",
         cure="fp32_ops(['masked_fill'])",
     ),
-    "features of another dtype than weights": Fault(
+    "features that the loss casts to another dtype than weights": Fault(
         EXCEPTION,
-        "batch['x']",
+        "inner",
         "fp32",
-        batches=lambda: [batch | {"x": batch["x"].half()} for batch in regression()],
-        cure="batch['x'].to(torch.float32)",
+        loss=lambda model, batch: F.mse_loss(model(batch["x"].half()), batch["y"]),
+        line="self.inner(x)",
+        cure="no cast to 16 bits in this line: ",
     ),
     "a hook clips scaled gradients": Fault(
         SCALE,
