@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from mantissa.errors import FormatError
 from mantissa.formats import FORMATS, FP32, Format, with_masters
+from mantissa.step.batch import Batch
 from mantissa.step.flags import flags_of
-from mantissa.step.step import Batch, Remedies, Step
+from mantissa.step.remedies import Remedies
+from mantissa.step.step import Step
 from mantissa.step.updates import UpdateMeter
 from mantissa.tensors import random_state, set_random_state
 from trainer.config.command_line import as_typed

@@ -18,7 +18,7 @@ from mantissa.doctor.checks import CHECKS
 from mantissa.doctor.examine import PRECISIONS, Report, examine
 from mantissa.errors import UsageError
 from mantissa.names import format_name
-from mantissa.step.step import Batch
+from mantissa.step.batch import Batch
 
 SEQ2SEQ, MASKED, CAUSAL, IMAGES = "Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification"
 MAPPINGS = {

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mantissa.doctor.random import without_dropout
 from mantissa.step import islands
-from mantissa.step.step import Replay, Step
+from mantissa.step.replay import Replay
+from mantissa.step.step import Step
 from mantissa.step.trace import Op, Trace
 from mantissa.tensors import numbers_in, storage
 

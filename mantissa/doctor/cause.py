@@ -25,7 +25,9 @@ from mantissa.doctor.outliers import samples, without_outliers
 from mantissa.doctor.tape import UNWRITTEN, Tape
 from mantissa.errors import described
 from mantissa.formats import FP16
-from mantissa.step.step import Batch, Replay, Step, batch_key, map_tensors
+from mantissa.step.batch import Batch, batch_key, map_tensors, with_rows
+from mantissa.step.replay import Replay
+from mantissa.step.step import Step
 from mantissa.step.trace import BACKWARD, CAST, FORWARD, Op, Site, Trace, line_of_exception
 from mantissa.tensors import numbers_in, storage
 
@@ -186,7 +188,7 @@ def _without_samples(replay: Replay, rows: list[int]) -> Cure:
         one = replay.of(replay.step.with_microbatches([batch]))
         size = max(len(tensor) for tensor in batch.values() if tensor.ndim)
         bad = _spoiling(one) if one.run().nonfinite else []
-        return _with_rows(batch, [row for row in range(size) if row not in bad], size) if bad else batch
+        return _repeated(batch, [row for row in range(size) if row not in bad], size) if bad else batch
 
     usual = replay.step.with_microbatches(map(data, replay.step.microbatches))
     return Cure(f"leave out {samples(rows)}, and others like it", usual, data=data)
@@ -263,10 +265,9 @@ def _is_finite(replay: Replay, step: Step) -> bool:
         return False
 
 
-def _with_rows(batch: Batch, rows: list[int], size: int) -> Batch:
+def _repeated(batch: Batch, rows: list[int], size: int) -> Batch:
     """Return a batch of the same size with some of its samples alone, again and again."""
-    taken = [rows[place % len(rows)] for place in range(size)]
-    return map_tensors(batch, lambda tensor: tensor[taken] if tensor.shape[:1] == (size,) else tensor)
+    return with_rows(batch, [rows[place % len(rows)] for place in range(size)])
 
 
 def _spoiling(replay: Replay) -> list[int]:
@@ -275,7 +276,7 @@ def _spoiling(replay: Replay) -> list[int]:
     size = max((len(tensor) for tensor in batch.values() if tensor.ndim), default=0)
 
     def is_finite(rows: list[int]) -> bool:
-        return _is_finite(replay, replay.step.with_microbatches([_with_rows(batch, rows, size)]))
+        return _is_finite(replay, replay.step.with_microbatches([_repeated(batch, rows, size)]))
 
     # Halves that are not finite are halved again.
     spoil: list[int] = []
@@ -299,7 +300,7 @@ def _without_bad_samples(batch: Batch) -> Batch:
     for tensor in batch.values():
         if tensor.shape[:1] == (size,) and tensor.is_floating_point():
             left -= set((~tensor.isfinite()).reshape(size, -1).any(1).nonzero().flatten().tolist())
-    return _with_rows(batch, sorted(left), size) if 0 < len(left) < size else batch
+    return _repeated(batch, sorted(left), size) if 0 < len(left) < size else batch
 
 
 def standardize(step: Step, name: str) -> Cure:

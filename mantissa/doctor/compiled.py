@@ -11,7 +11,8 @@ from mantissa.doctor.budget import Budget
 from mantissa.doctor.finding import DIFFERENCE, Cure, Examined, Finding
 from mantissa.doctor.sweep import DIFFERS, OK, FormatTrial
 from mantissa.step.compile import compile_in_place
-from mantissa.step.step import Gradients, Replay, Step
+from mantissa.step.replay import Gradients, Replay
+from mantissa.step.step import Step
 from mantissa.step.trace import FORWARD
 
 ALLOWED = 8

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 
@@ -12,11 +11,11 @@ import torch
 from torch import Tensor
 
 from mantissa.doctor.budget import Budget, LeftOutError, cannot_compute
-from mantissa.doctor.explosion import SEARCH, explodes, explosion, losses_of
+from mantissa.doctor.explosion import SEARCH, at_end, explodes, explosion, losses_of
 from mantissa.doctor.finding import Cure, Finding
 from mantissa.formats import FP32
-from mantissa.step.step import Batch, Step
-from mantissa.step.trace import Trace
+from mantissa.step.batch import Batch
+from mantissa.step.step import Step
 
 STEPS, MOST_STEPS = 20, 50
 """Numbers of steps that are trained: the second one where they are small."""
@@ -140,7 +139,7 @@ class Course:
             The cure, which says where training was not tried; None: it does not hold.
         """
         try:
-            with Trace(None, cure.results) if cure.results is not None else nullcontext():
+            with cure.applied():
                 return self._learned(cure, base)
         except Exception as error:  # of any kind: a module that cannot compute in fp32 alone
             if cannot_compute(error):
@@ -207,9 +206,8 @@ def lost(losses: Tensor, exact: Tensor) -> float:
 
     NaN where fp32 has not learned anything; infinite where the losses are not finite.
     """
-    third = max(1, len(exact) // 3)
-    learned = (exact[:3].mean() - exact[-third:].mean()).item()
+    learned = (exact[:3].mean() - at_end(exact).mean()).item()
     if not 0 < learned < math.inf:
         return math.nan
-    share = ((losses - exact)[-third:].mean() / learned).item()
+    share = (at_end(losses - exact).mean() / learned).item()
     return share if math.isfinite(share) else math.inf

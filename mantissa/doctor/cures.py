@@ -25,9 +25,11 @@ from mantissa.doctor.finding import DOMAIN, EXCEPTION, OVERFLOW, UNDERFLOW, Agai
 from mantissa.doctor.tape import UNWRITTEN
 from mantissa.errors import FormatError
 from mantissa.formats import FP16, Format
+from mantissa.step.batch import Batch
 from mantissa.step.ledger import MemoryLedger
 from mantissa.step.operators import GROUPS, is_operator
-from mantissa.step.step import Batch, Replay, Step
+from mantissa.step.replay import Replay
+from mantissa.step.step import Step
 from mantissa.step.trace import BACKWARD, FORWARD, HALF, Line, Op, Trace, functional_name
 from mantissa.tensors import numbers_in, relative_error
 
@@ -60,12 +62,13 @@ class Trial:
     """What follows, in which cures train."""
     budget: Budget
 
-    def is_gone(self, step: Step) -> bool:
-        """Return whether the check no longer reports the finding of a step, nor what it did not report before."""
+    def is_gone(self, cure: Cure) -> bool:
+        """Return whether the check no longer reports the finding with a cure, nor what it did not report before."""
         if not self.budget.goes_on(CURES):
             return False
         try:
-            keys = {finding.key for finding in self.again(step).findings}
+            with cure.applied():
+                keys = {finding.key for finding in self.again(cure.step).findings}
         except Exception as error:  # of any kind: a module that cannot compute in fp32 alone
             if cannot_compute(error):
                 return False
@@ -83,7 +86,7 @@ class Trial:
 
     def _held(self, cure: Cure) -> Cure | None:
         """Return a cure that holds; one with which the model cannot be computed does not, and others are tried."""
-        return self.budget.run(CURES, lambda: self.learned(cure) if self.is_gone(cure.step) else None)
+        return self.budget.run(CURES, lambda: self.learned(cure) if self.is_gone(cure) else None)
 
     def learned(self, cure: Cure) -> Cure | None:
         """Return a cure with which training learns; see ``Course``."""
@@ -93,7 +96,7 @@ class Trial:
         """Return the first cure that holds, and where it says the finding is; else the first place without it."""
         at: dict[str, Any] = {}
         for cure in cures:
-            if self.is_gone(cure.step):
+            if self.is_gone(cure):
                 at = at or cure.at
                 if held := self.learned(cure):
                     return [held], cure.at
@@ -308,7 +311,7 @@ def places(step: Step, trial: Trial) -> Iterator[Cure]:
     inside = {name for name, module in operators if module}
     outside = {name: str(line or "") for (name, _), line in operators.items() if name not in inside}
     together = operator_cure(step, list(outside), {"line": next(iter(outside.values()), "")})
-    if outside and trial.is_gone(together.step):
+    if outside and trial.is_gone(together):
         for name, line in outside.items() if len(outside) > 1 else ():
             yield operator_cure(step, [name], {"line": line})
         yield together
@@ -342,7 +345,7 @@ def _innermost(step: Step, trial: Trial) -> list[str]:
     left = [""]
 
     def suffice(names: list[str]) -> bool:
-        return trial.is_gone(step.in_fp32([*left, *innermost, *names]))
+        return trial.is_gone(module_cure(step, [*left, *innermost, *names]))
 
     # From the whole model inwards.
     while left:

@@ -10,7 +10,8 @@ from mantissa.doctor.budget import Budget
 from mantissa.doctor.cause import standardize
 from mantissa.doctor.cures import module_cure
 from mantissa.doctor.finding import INPUT, Examined, Finding
-from mantissa.step.step import Step, batch_key
+from mantissa.step.batch import batch_key
+from mantissa.step.step import Step
 from mantissa.step.trace import Op, Trace
 
 _SIGNAL = 0.1

@@ -12,7 +12,9 @@ from mantissa.display import counted, dtype_name
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.finding import DTYPE, Cure, Examined, Finding
 from mantissa.formats import FP32, plain
-from mantissa.step.step import Batch, Replay, Step
+from mantissa.step.batch import Batch
+from mantissa.step.replay import Replay
+from mantissa.step.step import Step
 from mantissa.step.trace import CAST, FORWARD, PRODUCTS, DtypeRecorder, Op, Row, Site, Trace
 
 NO_CAST = "no cast to 16 bits in this line"

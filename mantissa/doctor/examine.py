@@ -26,7 +26,8 @@ from mantissa.formats import FORMATS, computing_in
 from mantissa.names import format_name
 from mantissa.step.ledger import MemoryLedger
 from mantissa.step.loop import LoopStep, Loss
-from mantissa.step.step import ReplayResult, Step
+from mantissa.step.replay import ReplayResult
+from mantissa.step.step import Step
 from mantissa.tensors import (
     changed_by,
     check_model,

@@ -13,7 +13,9 @@ from mantissa.display import dtype_name
 from mantissa.doctor.finding import INPUT, MOMENT, RATE, SCALE, UNDERFLOW, UPDATE, Cure, Finding
 from mantissa.doctor.outliers import find_outlier, without_outliers
 from mantissa.formats import FP32
-from mantissa.step.step import Batch, Replay, Step
+from mantissa.step.batch import Batch
+from mantissa.step.replay import Replay
+from mantissa.step.step import Step
 from mantissa.step.trace import Trace
 from mantissa.tensors import moments
 
@@ -187,16 +189,19 @@ def _factor(replay: Replay) -> tuple[float, str]:
     return factor, str(trace.line_of(node) or "")
 
 
+def at_end(losses: Tensor) -> Tensor:
+    """Return the last third of the losses, by whose mean trainings are compared."""
+    return losses[-max(1, len(losses) // 3) :]
+
+
 def _learned(losses: Tensor, still: Tensor) -> float:
     """Return by which share the last third of the losses is below that of weights that stand still."""
-    third = max(1, len(losses) // 3)
-    last, other = losses[-third:].mean().item(), still[-third:].mean().item()
+    last, other = at_end(losses).mean().item(), at_end(still).mean().item()
     return (other - last) / abs(other) if other else 0.0
 
 
 def explodes(losses: Tensor, still: Tensor) -> bool:
     """Return whether losses grow far beyond those of weights that stand still, and stay there, or are not finite."""
-    third, size = max(1, len(losses) // 3), still.abs().mean()
-    away = losses - still
-    grows = bool(away.max() > _EXPLODED * size) and bool(away[-third:].mean() > -size / 2)
+    away, size = losses - still, still.abs().mean()
+    grows = bool(away.max() > _EXPLODED * size) and bool(at_end(away).mean() > -size / 2)
     return grows or not bool(losses.isfinite().all())

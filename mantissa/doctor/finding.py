@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mantissa.step.trace import Op, Site, Trace
+
 if TYPE_CHECKING:
-    from mantissa.step.step import Batch, Step
-    from mantissa.step.trace import Op, Site
+    from mantissa.step.batch import Batch
+    from mantissa.step.step import Step
 
 MEANINGS: dict[str, str] = {}
 """The kinds of faults, and what they mean."""
@@ -38,7 +41,6 @@ RATE = kind("learning rate", "The updates are too large: fp32 goes wrong as well
 NO_PROGRESS = kind(
     "no progress", "The recorded loss of the run did not fall, or rose again, and no other cause was found."
 )
-BLOCKED = kind("no gradient", "No gradient reaches a weight that the loss depends on.")
 DIVERGENCE = kind("divergence", "Within a few steps, the loss leaves the spread of the reference.")
 CRASH = kind("crash", "A check of the examination failed: the traceback is in the report.")
 
@@ -61,6 +63,10 @@ class Cure:
     """What it changes of the results of operators; None: nothing."""
     about: str = ""
     """What it costs, and what of it was not tried."""
+
+    def applied(self) -> AbstractContextManager[Any]:
+        """Return what a step is taken in, with the results of operators as it changes them."""
+        return nullcontext() if self.results is None else Trace(None, self.results)
 
     def of(self, steps: list[list[Batch]]) -> list[list[Batch]]:
         """Return the microbatches of some steps as it changes them."""

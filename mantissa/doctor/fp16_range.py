@@ -18,7 +18,9 @@ from mantissa.doctor.cures import scale_cures
 from mantissa.doctor.finding import SCALE, UNDERFLOW, Examined, Finding
 from mantissa.doctor.limits import NOISE
 from mantissa.formats import FP16
-from mantissa.step.step import LEAST_SCALE, Batch, Replay, Step
+from mantissa.step.batch import Batch
+from mantissa.step.replay import LEAST_SCALE, Replay
+from mantissa.step.step import Step
 from mantissa.step.trace import BACKWARD, DtypeRecorder
 from mantissa.tensors import numbers_in, relative_error, values
 

@@ -1,10 +1,8 @@
-"""What keeps gradients from the optimizer: operations without a derivative and hooks that see them scaled."""
+"""What changes gradients on their way to the optimizer: hooks that see them scaled, and casts to 16 bits."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,18 +10,16 @@ from torch import Tensor
 from mantissa.display import listed
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.dtypes import NO_CAST, explicit_casts
-from mantissa.doctor.finding import BLOCKED, ERROR, SCALE, UNDERFLOW, Cure, Examined, Finding
+from mantissa.doctor.finding import ERROR, SCALE, UNDERFLOW, Cure, Examined, Finding
 from mantissa.formats import FP32, plain
-from mantissa.step.step import Replay, ReplayResult, Step
-from mantissa.step.trace import BACKWARD, FORWARD, Line, Op, Trace, is_checkpointed
-from mantissa.tensors import numbers_in, relative_error, storage
+from mantissa.step.replay import Replay, ReplayResult
+from mantissa.step.step import Step
+from mantissa.step.trace import BACKWARD, Line
+from mantissa.tensors import relative_error
 
-_NO_DERIVATIVE = tuple(f"{name}Backward" for name in ("Round", "Sign", "Floor", "Ceil", "Trunc", "Heaviside"))
 _SCALE = 2.0**12
 _PROPORTIONAL = 0.1
 """Relative error up to which gradients of a loss times ``_SCALE`` are ``_SCALE`` times those of the loss, in fp32."""
-_FOLLOWING = 3
-"""Steps after this one in which gradients may be 0, too."""
 
 
 def gradients(step: Step, budget: Budget) -> Examined:
@@ -31,16 +27,11 @@ def gradients(step: Step, budget: Budget) -> Examined:
     reference = step.reference()
     exact = reference.run()
     once = exact.gradients = {name: gradient.clone() for name, gradient in exact.gradients.items()}
-    weights = {name: weight for name, weight in reference.model.named_parameters() if weight.requires_grad}
+    weights = [name for name, weight in reference.model.named_parameters() if weight.requires_grad]
     zero = [name for name, gradient in once.items() if not gradient.is_sparse and not gradient.any()]
     absent = [name for name in weights if name not in once]
 
-    # Weights that no gradient reaches, and why.
-    optimized = {name: weights[name] for name in absent if name in step.optimized}
-    findings = _unreached(reference, {name: weights[name] for name in zero}, optimized)
-    if once and len(zero) == len(once) and not findings and _zero_later(reference, step):
-        detail = f"every gradient ({listed(zero)}) is 0 in fp32, in this step and in those after it: nothing trains"
-        findings.append(Finding(BLOCKED, BACKWARD, zero[0].rpartition(".")[0], FP32.name, detail=detail))
+    # Weights that no gradient reaches: most often that is meant.
     notes = [
         f"gradients: of {len(weights)}, {listed(names)} with {what} in this step"
         for what, names in (("no gradient", absent), ("a gradient of 0", zero))
@@ -50,93 +41,11 @@ def gradients(step: Step, budget: Budget) -> Examined:
         notes.append(f"in no group of the optimizer, but with a gradient: {listed(left)}")
 
     # Gradients that something changes on their way.
+    findings = []
     if step.format.needs_loss_scale and step.scale > 1:
         findings += _changed_by_scale(reference, once, step)
     findings += _cast(step, exact)
     return Examined(findings=tuple(findings), notes=tuple(notes))
-
-
-def _zero_later(reference: Replay, step: Step) -> bool:
-    """Return whether every gradient is 0 in the steps that follow, too, from the weights of this one."""
-    following = step.following(1 + _FOLLOWING)[1:]
-    return not any(gradient.any() for batches in following for gradient in reference.run(batches).gradients.values())
-
-
-def _unreached(replay: Replay, zero: Mapping[str, Tensor], absent: Mapping[str, Tensor]) -> list[Finding]:
-    """Return why weights on which the loss depends get a gradient of 0, or none, from one forward pass.
-
-    Where the code itself says ``torch.no_grad``, it is meant: a generator, while its critic is trained. Nor is it a
-    mistake where the loss does not depend on what a weight computes, such as a pooler that a task does not use.
-
-    Args:
-        replay: in fp32.
-        zero: weights with a gradient of 0: an operation without a derivative may be between them and the loss.
-        absent: weights without one, which the optimizer has: they, or what they compute, may be read outside of
-            autograd.
-    """
-    if not zero and not absent:
-        return []
-    carriers: dict[int, tuple[Tensor, set[str]]] = {storage(each): (each, {name}) for name, each in absent.items()}
-    """Weights and what was computed from them, by storage, which stays taken as long as the tensor is here."""
-    reads: dict[str, str] = {}
-
-    def note_reads(op: Op) -> None:
-        carried = [(tensor, carriers[at][1]) for tensor in op.inputs if (at := storage(tensor)) in carriers]
-        if not carried or op.in_backward:
-            return
-        checkpointed = not torch.is_grad_enabled() and is_checkpointed()
-        if not torch.is_grad_enabled() and not checkpointed:
-            return
-        for tensor, names in carried if not (op.is_view or op.is_mutable) else ():
-            for name in names if checkpointed or not tensor.requires_grad else ():
-                reads.setdefault(name, str(op.line or ""))
-        everything = {name for _, names in carried for name in names}
-        for tensor in numbers_in(op.result):  # an order or a choice has no derivative, and is meant
-            _, known = carriers.setdefault(storage(tensor), (tensor, set()))
-            known |= everything
-
-    trace = Trace(replay.model, note_reads, lines=True)
-    loss = replay.forward(trace)
-    findings = _without_derivative(loss, trace, zero)
-    _, reaching = carriers.get(storage(loss), (loss, set()))
-    reads = {name: reads[name] for name in absent if name in reads and name in reaching}
-    if reads and not findings:
-        detail = (
-            f"{listed(list(reads))}: the loss depends on it outside of autograd (.data, .detach(), or a reentrant "
-            "checkpoint of inputs that need no gradient), and the optimizer has it"
-        )
-        name, line = next(iter(reads.items()))
-        module = name.rpartition(".")[0]
-        findings.append(
-            Finding(BLOCKED, FORWARD, module, FP32.name, detail=detail, tensor="" if module else name, line=line)
-        )
-    return findings
-
-
-def _without_derivative(loss: Tensor, trace: Trace, zero: Mapping[str, Tensor]) -> list[Finding]:
-    """Return the operations without a derivative that are between the loss and weights whose gradient is 0."""
-    sought = {id(weight): name for name, weight in zero.items()}
-    places: dict[str, tuple[Line | None, str, str]] = {}
-    seen: set[tuple[Any, Any]] = set()
-    left: list[tuple[Any, Any]] = [(loss.grad_fn, None)] if zero else []
-    while left:
-        node, stop = left.pop()
-        if node is None or (node, stop) in seen:
-            continue
-        seen.add((node, stop))
-        if node.name().startswith(_NO_DERIVATIVE):
-            stop = node
-        elif (name := sought.get(id(getattr(node, "variable", None)))) and stop is not None:
-            places[name] = trace.line_of(stop), trace.owner_of(stop), stop.name()
-        left += [(following, stop) for following, _ in node.next_functions]
-    findings = []
-    for place in dict.fromkeys(places.values()):
-        line, module, operation = place
-        names = [name for name in places if places[name] == place]
-        op = operation.partition("Backward")[0].lower()
-        detail = f"its derivative is 0, so {listed(names)} get no gradient"
-        findings.append(Finding(BLOCKED, BACKWARD, module, FP32.name, op, detail=detail, line=str(line or "")))
-    return findings
 
 
 def _cast(step: Step, exact: ReplayResult) -> list[Finding]:

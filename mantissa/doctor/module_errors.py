@@ -34,7 +34,8 @@ from mantissa.doctor.limits import HARM, NOISE
 from mantissa.doctor.random import without_dropout
 from mantissa.errors import FormatError, described
 from mantissa.formats import BF16, FP16, FP32, TF32, Number, scaled_number
-from mantissa.step.step import Gradients, Replay, Step
+from mantissa.step.replay import Gradients, Replay
+from mantissa.step.step import Step
 from mantissa.step.trace import BACKWARD, FORWARD, PRODUCTS, Op, Trace
 from mantissa.tensors import in_dtype, relative_error
 

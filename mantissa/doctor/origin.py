@@ -17,7 +17,8 @@ from mantissa.doctor.finding import DOMAIN, OVERFLOW, Finding
 from mantissa.doctor.outliers import Outlier, find_outlier
 from mantissa.doctor.tape import Node, Outside, Tape
 from mantissa.formats import FP32
-from mantissa.step.step import Replay, ReplayResult, batch_key
+from mantissa.step.batch import batch_key
+from mantissa.step.replay import Replay, ReplayResult
 from mantissa.step.trace import FORWARD, Op, Site, Trace
 from mantissa.tensors import numbers_in
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mantissa.display import shortened
-from mantissa.step.step import Batch, batch_key, map_tensors
+from mantissa.step.batch import Batch, batch_key, with_rows
 
 _RATIO = 30.0
 """A sample is tried as a cause if its largest number is so many times that of the median sample."""
@@ -52,8 +52,7 @@ def without_outliers(batch: Batch) -> Batch:
             instead[row], count = int((sizes - usual).abs().argmin()), len(sizes)
     if not instead:
         return batch
-    taken = [instead.get(row, row) for row in range(count)]
-    return map_tensors(batch, lambda tensor: tensor[taken] if tensor.shape[:1] == (count,) else tensor)
+    return with_rows(batch, [instead.get(row, row) for row in range(count)])
 
 
 def samples(rows: list[int]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,10 +13,11 @@ from mantissa.doctor.budget import Budget
 from mantissa.doctor.cause import find_exception, find_origin
 from mantissa.doctor.cures import cast_cures
 from mantissa.doctor.dtypes import stored_in_half
-from mantissa.doctor.finding import DOMAIN, EXCEPTION, INPUT, NOT_FINITE, Cure, Examined, Finding
+from mantissa.doctor.finding import DOMAIN, EXCEPTION, INPUT, NOT_FINITE, Examined, Finding
 from mantissa.errors import FormatError, described, is_out_of_memory
 from mantissa.formats import BF16, FP32, TF32, Format, plain
-from mantissa.step.step import Batch, Replay, Step, batch_key
+from mantissa.step.replay import Replay
+from mantissa.step.step import Step
 from mantissa.step.trace import BACKWARD, FORWARD, HALF
 
 OK, BREAKS, RAISES, DIFFERS, LEFT_OUT = "ok", "BREAKS", "RAISES", "DIFFERS", "left out"
@@ -214,14 +214,12 @@ def _at_fault(sweep: Sweep, step: Step, broken: FormatTrial, budget: Budget) -> 
         return find_exception(replay, name) if broken.status == RAISES else find_origin(replay, name)
 
     finding = budget.run("cause", cause, always=True) or _unlocated(step, broken, name)
-    meet = broken.status == RAISES and ", " in finding.dtype
-    if meet:
-        finding = _that_meet(step, broken, finding)
-    elif not half and finding.dtype in map(dtype_name, HALF):  # a cast of the code's; else islands come first
+    in_half = any(dtype_name(dtype) in finding.dtype for dtype in HALF)  # of an exception, all dtypes that meet
+    if in_half and not half:  # a cast of the code's; else islands come first
         finding = replace(finding, candidates=(*finding.candidates, *cast_cures(step)))
 
     # What wider formats say of it.
-    if finding.kind == EXCEPTION and not half and not meet:
+    if finding.kind == EXCEPTION and not half and not in_half:
         notes.append("fp32 raises it, too, so precision is not the cause")
     wider = sweep.trials[0] if broken is fp32 else fp32
     if finding.kind == DOMAIN and wider.status == OK:
@@ -234,35 +232,6 @@ def _at_fault(sweep: Sweep, step: Step, broken: FormatTrial, budget: Budget) -> 
             why = "numbers are beyond fp32's range, or lost in its rounding"
         notes.append(f"the step is not finite in fp32, so 16 bits are not the cause: {why}")
     return replace(sweep, findings=(finding,), notes=tuple(notes), half=half)
-
-
-def _that_meet(step: Step, broken: FormatTrial, finding: Finding) -> Finding:
-    """Return the exception of two dtypes that meet, with the tensors of the batch, or the casts, that bring the other.
-
-    Args:
-        step: in which they meet.
-        broken: the format's trial.
-        finding: the exception.
-    """
-    assert broken.format is not None
-    wanted = broken.format.weights
-    given = {name: tensor for batch in step.microbatches for name, tensor in batch.items()}
-    others = [name for name, tensor in given.items() if tensor.is_floating_point() and tensor.dtype != wanted]
-
-    def cast(batch: Batch, names: list[str]) -> Batch:
-        result = copy.copy(batch)
-        result.update({name: batch[name].to(wanted) for name in names if name in batch})
-        return result
-
-    # One of them alone, then all of them.
-    for names in [*([name] for name in others), others]:
-        other = step.with_microbatches(cast(batch, names) for batch in step.microbatches)
-        if names and broken.take(other).status == OK:
-            keys = list(map(batch_key, names))
-            has = f"{', '.join(keys)}: {dtype_name(given[names[0]].dtype)}, the weights are {dtype_name(wanted)}"
-            cure = Cure(", ".join(f"{key}.to({wanted})" for key in keys), other, data=partial(cast, names=names))
-            return replace(finding, tensor=", ".join(keys), detail=f"{has}; {finding.detail}", candidates=(cure,))
-    return replace(finding, candidates=tuple(cast_cures(step)))
 
 
 def _unlocated(step: Step, trial: FormatTrial, name: str) -> Finding:

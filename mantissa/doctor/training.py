@@ -15,11 +15,13 @@ from mantissa.doctor.cause import find_origin
 from mantissa.doctor.course import Standard, leaves, seconds_to_train, steps_to_train
 from mantissa.doctor.data import rounded_away
 from mantissa.doctor.dtypes import NO_CAST, casts_in_update
-from mantissa.doctor.explosion import SEARCH, explosion, losses_of
+from mantissa.doctor.explosion import SEARCH, at_end, explosion, losses_of
 from mantissa.doctor.finding import DIVERGENCE, INPUT, LOST, UPDATE, Cure, Examined, Finding
 from mantissa.doctor.limits import HARM, WRONG_LOSS
 from mantissa.formats import FP32, Format, plain
-from mantissa.step.step import Batch, Replay, Step
+from mantissa.step.batch import Batch
+from mantissa.step.replay import Replay
+from mantissa.step.step import Step
 from mantissa.step.trace import FORWARD
 from mantissa.tensors import finite, relative_error
 
@@ -90,10 +92,9 @@ def _judged(standard: Standard, step: Step) -> Examined:
         detail = f"from step {step.number + first} on the loss {effect}"
         detail += f"; rounding explains at most {limit[first]:.3g}" if math.isfinite(limit[first]) else ""
     else:
-        third = max(1, len(losses) // 3)
         detail = (
-            f"in {len(losses)} steps the loss goes from {exact[0]:.4g} to {exact[-third:].mean():.4g} in "
-            f"{dtype_name(step.exact_dtype)}, and to {losses[-third:].mean():.4g} here"
+            f"in {len(losses)} steps the loss goes from {exact[0]:.4g} to {at_end(exact).mean():.4g} in "
+            f"{dtype_name(step.exact_dtype)}, and to {at_end(losses).mean():.4g} here"
         )
 
     # In fp32 the only cause is a weight whose updates are lost.

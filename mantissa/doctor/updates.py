@@ -11,7 +11,8 @@ from mantissa.display import dtype_name
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.finding import LOST, MOMENT, UPDATE, Cure, Examined, Finding
 from mantissa.errors import FormatError
-from mantissa.step.step import Replay, Step
+from mantissa.step.replay import Replay
+from mantissa.step.step import Step
 from mantissa.step.trace import FORWARD
 from mantissa.step.updates import MOST, Counts, UpdateMeter, is_elementwise
 from mantissa.tensors import relative_error

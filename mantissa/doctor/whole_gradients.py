@@ -14,7 +14,8 @@ from mantissa.doctor.finding import ERROR, Examined, Finding
 from mantissa.doctor.limits import WRONG_LOSS
 from mantissa.doctor.module_errors import FACTOR, gradient_errors
 from mantissa.doctor.random import without_dropout
-from mantissa.step.step import Gradients, Step
+from mantissa.step.replay import Gradients
+from mantissa.step.step import Step
 from mantissa.step.trace import BACKWARD, FORWARD
 from mantissa.tensors import relative_error
 

@@ -14,9 +14,11 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from mantissa.errors import FormatError, UsageError
 from mantissa.formats import Format, plain
+from mantissa.step.batch import Batch
 from mantissa.step.islands import cast_inputs, keep_fp32
 from mantissa.step.operators import OperatorPolicy
-from mantissa.step.step import LEAST_SCALE, Batch, Step, cast_training
+from mantissa.step.replay import LEAST_SCALE, cast_training
+from mantissa.step.step import Step
 from mantissa.step.updates import UpdateMeter
 from mantissa.tensors import in_dtype, random_state
 

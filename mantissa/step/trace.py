@@ -38,7 +38,6 @@ _EXCHANGES = {"c10d", "_c10d_functional", "fsdp"}
 FORWARD, BACKWARD = "forward", "backward"
 """Directions in which an operator runs."""
 _TORCH, _HERE = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
-_CHECKPOINT = f"{_TORCH}utils/checkpoint.py"
 _ENGINE = f"{_TORCH}autograd/graph.py"
 """Which starts a backward pass: the frames outside of it belong to the loop, and not to the operator."""
 _OUTSIDE = (_ENGINE, f"{_HERE}step/loop.py")
@@ -66,14 +65,6 @@ def user_line() -> Line | None:
             return Line(name, frame.f_lineno)
         frame = frame.f_back
     return None
-
-
-def is_checkpointed() -> bool:
-    """Return whether activation checkpointing runs what runs now."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != _CHECKPOINT:
-        frame = frame.f_back
-    return frame is not None
 
 
 def line_of_exception(error: BaseException) -> Line | None:

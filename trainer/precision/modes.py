@@ -22,7 +22,7 @@ from mantissa.names import format_name
 from mantissa.step import operators
 from mantissa.step.flags import set_flags
 from mantissa.step.islands import cast_inputs, keep_fp32, with_fp32_statistics
-from mantissa.step.step import Widened
+from mantissa.step.widened import Widened
 from mantissa.tensors import in_dtype
 from trainer.errors import UserError, check_choice, no_effect
 from trainer.hardware import NATIVE, UNAVAILABLE, Hardware

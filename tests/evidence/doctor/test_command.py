@@ -19,7 +19,7 @@ from evidence.doctor.replay import _go_to
 from evidence.doctor.step import Overrides
 from mantissa.doctor import budget
 from mantissa.doctor.checks import COMPILES, HALF_WEIGHTS, TABLE
-from mantissa.step.step import Remedies
+from mantissa.step.remedies import Remedies
 from recipes.bignet import BigNet
 from tests.helpers import compose
 from trainer.config.compose import compose as compose_typed

@@ -15,7 +15,8 @@ from mantissa.doctor.sweep import _formats
 from mantissa.formats import FORMATS, TF32
 from mantissa.step.flags import flags_of
 from mantissa.step.loop import LoopStep
-from mantissa.step.step import Replay, Step
+from mantissa.step.replay import Replay
+from mantissa.step.step import Step
 from mantissa.step.trace import BACKWARD, FORWARD, Op, Trace
 from mantissa.tensors import random_state
 from tests.evidence.doctor.planted import TINY, Planted, step_of, step_of_run

@@ -20,7 +20,8 @@ from mantissa.doctor.examine import take
 from mantissa.doctor.finding import DIFFERENCE, DTYPE, OVERFLOW
 from mantissa.doctor.module_errors import local_errors
 from mantissa.doctor.sweep import DIFFERS
-from mantissa.step.step import Gradients, Step
+from mantissa.step.replay import Gradients
+from mantissa.step.step import Step
 from mantissa.step.trace import FORWARD
 from tests.evidence.doctor.planted import TINY, Planted, step_of, step_of_run
 from tests.mantissa.doctor.faults import WIDTH, Batch, Computes, around, linear

@@ -19,8 +19,9 @@ from mantissa.doctor.explosion import explosion, losses_of
 from mantissa.doctor.finding import DOMAIN, OVERFLOW, RATE, Cure
 from mantissa.doctor.outliers import without_outliers
 from mantissa.formats import BF16, FORMATS, plain
+from mantissa.step.batch import Batch
 from mantissa.step.loop import LoopStep
-from mantissa.step.step import Batch, Replay
+from mantissa.step.replay import Replay
 from tests.mantissa.doctor.faults import NARROW, Computes, Net, error, regression
 
 

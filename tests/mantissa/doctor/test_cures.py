@@ -14,10 +14,13 @@ from torch import Tensor, nn
 
 import mantissa
 from mantissa.doctor.budget import Budget
-from mantissa.doctor.cures import operators_of
+from mantissa.doctor.cause import find_origin
+from mantissa.doctor.course import Course
+from mantissa.doctor.cures import Trial, operators_of
 from mantissa.doctor.diagnosis import diagnose
 from mantissa.doctor.examine import Report, take
 from mantissa.doctor.finding import OVERFLOW, Finding
+from mantissa.doctor.sweep import at_its_scale
 from mantissa.formats import FORMATS
 from mantissa.step.loop import LoopStep
 from mantissa.step.trace import FORWARD
@@ -28,6 +31,7 @@ from tests.mantissa.doctor.faults import (
     Block,
     Computes,
     Net,
+    Own,
     Scaled,
     around,
     error,
@@ -57,8 +61,7 @@ LOSSES: dict[str, tuple[Callable[[], nn.Module], float, float]] = {
 }
 
 
-@pytest.mark.parametrize("fixed", [True, False])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("name", "fixed"), [*((name, True) for name in LOSSES), ("two branches", False)])
 def test_no_scale_is_a_cure_that_loses_gradients(name: str, fixed: bool) -> None:
     build, factor, scale = LOSSES[name]
     torch.manual_seed(0)
@@ -218,6 +221,15 @@ def test_an_operator_is_a_cure_by_a_name_that_torch_has(operator: str, names: li
     step = step_of(lambda: around(nn.LayerNorm(WIDTH)), "fp16")
     cures = operators_of(step, Finding(OVERFLOW, FORWARD, "", "fp16", operator))
     assert [cure.step.fp32_ops for cure in cures] == ([names] if names else [])
+
+
+def test_the_check_of_a_cure_sees_the_results_that_it_changes() -> None:
+    model = Own(lambda own, x: x + (0 * x).sqrt())
+    step = LoopStep.copied(model, error, regression(), FORMATS["fp32"], torch.optim.AdamW(model.parameters()))
+    finding, budget = find_origin(step.as_run(), "fp32"), Budget(600, step)
+    assert finding is not None
+    trial = Trial(finding, frozenset(), at_its_scale, step, Course(step, budget), budget)
+    assert trial.first(finding.candidates)
 
 
 def test_a_cure_with_which_the_model_raises_is_none_and_others_are_tried() -> None:

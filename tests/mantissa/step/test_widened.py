@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from mantissa.step.step import Widened
+from mantissa.step.widened import Widened
 
 
 class FusedArguments(TorchDispatchMode):

@@ -9,7 +9,6 @@ import copy
 import io
 import pickle
 import threading
-import types
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -203,14 +202,6 @@ def rebuilt(watching: Watching) -> Trained:
     return losses, [net]
 
 
-def generated(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
-    x, _ = data(number)
-    with torch.no_grad():
-        for _ in range(3):
-            x = x + net(x).mean()
-    return update(optimizer, net(x, data(number)[1])[0], watch)
-
-
 def several_backwards(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
     loss, scores = net(*data(number))
     loss.backward(retain_graph=True)
@@ -228,25 +219,12 @@ def penalty(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
     return update(optimizer, scores.square().mean() + (gradient.norm() - 1).square(), watch)
 
 
-def odd_zeros(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
-    loss = net(*data(number))[0]
-    optimizer.zero_grad(set_to_none=False)
-    loss.backward()
-    if number % 2:
-        optimizer.zero_grad(set_to_none=True)
-    optimizer.step()
-    optimizer.zero_grad()
-    watch.step(loss)
-    return loss
-
-
 def scaled(
     watching: Watching,
-    clips: str = "",
+    clips: bool = False,
     given: bool = True,
     early: bool = False,
     steps: int = 1,
-    autocast: bool = True,
     **options: Any,
 ) -> Trained:
     """With a scaler that Watch may be ``given``; ``early``: a step is said to be over before the scaler's update."""
@@ -254,12 +232,10 @@ def scaled(
     optimizer = adam(net, **options)
     watch = watching(net, optimizer, scaler if given else None)
     for number in range(24):
-        with torch.autocast("cpu", torch.float16, enabled=autocast):
+        with torch.autocast("cpu", torch.float16):
             loss = net(*data(number))[0] * 100
         scaler.scale(loss).backward()
         if (number + 1) % steps == 0:
-            if clips == "after":
-                scaler.unscale_(optimizer)
             if clips:
                 nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             scaler.step(optimizer)
@@ -301,19 +277,6 @@ def outputs(wrap: Callable[[Tensor], Any], loss_of: Callable[[Any], Tensor]) -> 
     return taken_by(lambda n, net, optimizer, watch: update(optimizer, loss_of(net(*data(n))), watch), Other)
 
 
-def averaged(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
-    if not hasattr(optimizer, "average"):
-        optimizer.average = torch.optim.swa_utils.AveragedModel(net, use_buffers=True)
-    loss = simple(number, net, optimizer, watch)
-    optimizer.average.update_parameters(net)
-    kept = copy.deepcopy(net.state_dict())
-    net.load_state_dict(optimizer.average.module.state_dict())
-    with torch.no_grad():
-        net(*data(number))
-    net.load_state_dict(kept)
-    return loss
-
-
 def functional(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
     weights, batch = dict(net.named_parameters()), data(number)
     loss = torch.func.functional_call(net, weights, batch)[0]
@@ -329,11 +292,11 @@ def functional(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
     return update(optimizer, loss + 0 * sum(gradient.sum() for gradient in gradients.values()), watch)
 
 
-def sparse(made: Any = torch.optim.SparseAdam, dtype: torch.dtype = torch.float32) -> Loop:
+def sparse() -> Loop:
     return taken_by(
         lambda n, net, optimizer, watch: update(optimizer, net(torch.tensor([[n, 1], [1, 2]])).square().mean(), watch),
-        lambda: nn.EmbeddingBag(8, 4, sparse=True, mode="sum", dtype=dtype),
-        lambda net: made(net.parameters(), 0.1),
+        lambda: nn.EmbeddingBag(8, 4, sparse=True, mode="sum", dtype=torch.bfloat16),
+        lambda net: torch.optim.SGD(net.parameters(), 0.1),
     )
 
 
@@ -356,14 +319,6 @@ def masters(watching: Watching) -> Trained:
         watch.step(loss)
         losses.append(loss)
     return losses, [net]
-
-
-def scheduled(number: int, net: Any, optimizer: Any, watch: Any) -> Any:
-    if number == 0:
-        optimizer.schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
-    loss = simple(number, net, optimizer, watch)
-    optimizer.schedule.step()
-    return loss
 
 
 class Noisy(torch.optim.AdamW):
@@ -405,8 +360,6 @@ def compiled(watching: Watching, kind: str) -> Trained:
     optimizer = adam(net)
     called: Any = torch.compile(net, backend="aot_eager") if kind == "model" else net
     watch = watching(called, optimizer)
-    if kind == "later":
-        called = torch.compile(net, backend="eager", fullgraph=True)
     if kind == "function":
         called = torch.compile(lambda *batch: net(*batch), backend="eager", fullgraph=True)
     if kind == "optimizer":
@@ -458,7 +411,6 @@ LOOPS: dict[str, Loop] = {
     "several updates a step": taken_by(several_updates),
     "accumulation by hand": taken_by(by_hand),
     "closure": taken_by(closure),
-    "lbfgs": taken_by(closure, made=lambda net: torch.optim.LBFGS(net.parameters(), 0.1)),
     "skipped batches": taken_by(skipped),
     "evaluation": taken_by(evaluated),
     "caught exceptions": taken_by(caught),
@@ -466,42 +418,24 @@ LOOPS: dict[str, Loop] = {
     "replaced layers": taken_by(replaced),
     "unfrozen": taken_by(frozen, made=lambda net: adam(net.head)),
     "rebuilt optimizer": rebuilt,
-    "generation": taken_by(generated),
     "several backwards": taken_by(several_backwards),
     "gradient penalty": taken_by(penalty),
-    "odd zero_grad": taken_by(odd_zeros),
     "scaler": scaled,
-    "scaler, clip after": lambda watching: scaled(watching, "after"),
-    "scaler, clip before": lambda watching: scaled(watching, "before"),
+    "scaler, clip before": lambda watching: scaled(watching, clips=True),
     "scaler, fused": lambda watching: scaled(watching, fused=True),
-    "scaler, fused, not given": lambda watching: scaled(watching, given=False, fused=True),
     "scaler, not given": lambda watching: scaled(watching, given=False),
     "scaler, early": lambda watching: scaled(watching, early=True),
-    "scaler, accumulation": lambda watching: scaled(watching, steps=2),
     "scaler, accumulation, early": lambda watching: scaled(watching, early=True, steps=2),
-    "scaler, no autocast": lambda watching: scaled(watching, autocast=False),
     "loss of several elements": taken_by(any_loss(lambda loss: loss.expand(3))),
-    "complex loss": taken_by(any_loss(lambda loss: loss * 1j)),
-    "integer loss": taken_by(any_loss(lambda loss: torch.tensor(3))),
     "nan for a log": taken_by(any_loss(lambda loss: float("nan"))),
-    "no loss at all": taken_by(any_loss(lambda loss: {"loss": loss})),
-    "hf output": outputs(lambda loss: types.SimpleNamespace(loss=loss), lambda output: output.loss),
     "dict output": outputs(lambda loss: {"a": [loss], "b": None, "c": "text"}, lambda output: output["a"][0]),
-    "complex output": outputs(lambda loss: loss * 1j, lambda output: output.imag),
-    "ema": taken_by(averaged),
     "functional_call": taken_by(functional),
-    "sparse": sparse(),
-    "sparse, sgd, bf16": sparse(torch.optim.SGD, torch.bfloat16),
+    "sparse, sgd, bf16": sparse(),
     "masters": masters,
-    "schedule": taken_by(scheduled),
     "noisy optimizer": taken_by(simple, made=lambda net: Noisy(net.parameters(), lr=1e-2)),
     "optimizer of one's own": taken_by(simple, made=lambda net: Mine(net.parameters(), 1)),
-    "fused": taken_by(simple, made=lambda net: adam(net, fused=True)),
-    "foreach": taken_by(simple, made=lambda net: adam(net, foreach=True)),
-    "adafactor": taken_by(simple, made=lambda net: torch.optim.Adafactor(net.parameters())),
     "threads": threads,
     "compiled model": lambda watching: compiled(watching, "model"),
-    "compiled later": lambda watching: compiled(watching, "later"),
     "compiled function": lambda watching: compiled(watching, "function"),
     "compiled optimizer": lambda watching: compiled(watching, "optimizer"),
     "unusual modules": taken_by(simple, Unusual),
@@ -509,7 +443,6 @@ LOOPS: dict[str, Loop] = {
     "recomputed": taken_by(recomputed),
     "fp64": taken_by(simple, Double),
     "bf16": taken_by(mixed),
-    "bf16, fused": taken_by(mixed, made=lambda net: adam(net, fused=True)),
 }
 
 
@@ -522,8 +455,6 @@ STEPS = {
     "compiled optimizer": (0, 0),  # its hooks are compiled with it: only Watch.close says so
     **{name: (24, 12) for name in LOOPS if name.startswith("scaler")},
     "scaler, not given": (12, 0),
-    "scaler, no autocast": (24, 0),
-    "scaler, accumulation": (12, 9),
     "scaler, accumulation, early": (12, 9),
 }
 """Steps that Watch counts, and those of them that the scaler skips, where it is not 6 and 0."""
@@ -532,7 +463,6 @@ SAID = {
     "several updates a step": "DIFFERS: The optimizer stepped 3 times before watch.step",
     "scaler, clip before": "DIFFERS: The gradients were clipped to 1 while they were multiplied by the loss scale of",
     "rebuilt optimizer": "step 3: The optimizer did not step, and weights have changed: give a new optimizer",
-    "sparse": "sparse or complex, and their updates not measured: 1 parameter (weight)",
     "sparse, sgd, bf16": "sparse or complex, and their updates not measured: 1 parameter (weight)",
     "nan for a log": "The loss is not finite, but the update is",
 }
