@@ -102,7 +102,8 @@ def asked(arguments: list[str], runner: type[Runner] = Runner) -> Question:
         )
     # One microbatch for all runs, those in this process, too.
     overrides, changed = fitting(composed, overrides, hardware, base.open_datasets())
-    print("\n".join(changed), end="\n" * len(changed))
+    for line in changed:
+        print(line)
     question = Question(
         common=[text for text in overrides if key_of(text) not in OF_LOW],
         of_low=[text for text in overrides if key_of(text) in OF_LOW and key_of(text) != "precision.modules"],

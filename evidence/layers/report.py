@@ -61,21 +61,13 @@ def _answer(search: Search) -> str:
 
 
 def _to_set(search: Search) -> list[str]:
-    """Return the winner as it is typed, in YAML, and as the command that trains with it."""
+    """Return the winner as it is typed, and the command that trains with it."""
     if search.lifted is None:
         return []
     question = search.question
     (typed,) = override(search.lifted, question.own)
     training = merge_overrides(redacted_arguments([*question.common, *question.of_low]), [typed])
-    _, _, modules = typed.partition("=")
-    return [
-        shlex.quote(typed),
-        "",
-        "precision:",
-        f"  modules: {modules.replace(':', ': ').replace(',', ', ')}",
-        "",
-        shlex.join(["python", "scripts/train.py", *training]),
-    ]
+    return [shlex.quote(typed), shlex.join(["python", "scripts/train.py", *training])]
 
 
 def _rows(search: Search) -> list[tuple[str, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -212,26 +211,6 @@ def test_what_leaves_a_verdict_open_is_reported(last: Run, measure: str, why: st
         row = criterion.row(runs)
         assert row.why.startswith(why)
         assert criterion.verdict(row) == INCONCLUSIVE
-
-
-@pytest.mark.parametrize(
-    ("criterion", "ends", "words"),
-    [
-        (Criterion("speed", "a", "b", published="2x"), (2.0, 1.9, 2.1), "throughput, a over b: 2.00x [1.90, 2.10]"),
-        (
-            Criterion("loss", "a", "b", published="2x"),
-            (1.0001, 0.9998, 1.0003),
-            "final validation loss, a over b: +0.01 % [-0.02, +0.03]",
-        ),
-        (Criterion("loss", "a", "b", published="2x"), (math.inf,) * 3, "final validation loss, a over b: inf"),
-    ],
-)
-def test_what_is_measured_stands_beside_what_is_published(
-    criterion: Criterion, ends: tuple[float, float, float], words: str
-) -> None:
-    interval = Interval(*ends, 0.95, 3)
-    row = Ratio(None, ratio=interval, why="a doubt") if criterion.over else Ratio(interval, why="a doubt")
-    assert reproduce._line(criterion, row) == f"  {words}  published 2x  a doubt"
 
 
 # --- the command ---
