@@ -299,19 +299,9 @@ BROKEN: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "nothing known": (
         [{"question": "hi", "answer": "ho"}] * 2,
         {},
-        "question .string., answer .string.; chats are in columns of these names: messages",
+        "question .string., answer .string.; a row has one text",
     ),
-    "a list of nearly the name": ([{"mesages": ANSWER}] * 2, {}, "messages would be chats: rename mesages to messages"),
-    "a column of nearly the name": (
-        [{"instruction": "hi", "input": "you", "ouput": "ho"}] * 2,
-        {},
-        "instruction and output would be chats: rename ouput to output",
-    ),
-    "a column less": (
-        [{"prompt": "hi", "reply": "ho"}] * 2,
-        {},
-        "prompt and completion would be chats: completion is ",
-    ),
+    "a list of nearly the name": ([{"mesages": ANSWER}] * 2, {}, "mesages .List"),
     "rows": ([{"messages": ANSWER}] * 2, {"rows": "documents"}, "data.rows=documents has no effect"),
     "text, all": ([{"text": "hi"}] * 2, {"train_on": "all"}, "data.train_on=all has no effect"),
     "text, packed": ([{"text": "hi"}] * 2, {"packing": True}, "data.packing=true has no effect"),
