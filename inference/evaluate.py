@@ -34,15 +34,12 @@ from trainer.parallel.world import World
 from trainer.precision.kernels import in_short
 from trainer.terminal import on_error_stream, work
 from trainer.tracking.datasets import DIGEST_LENGTH
-from trainer.tracking.plots import bare_figure, plain
 
 CLASSES_SHOWN = 30
 """Classes in the terminal's table; of more, those with the lowest F1."""
 SURE = 0.5
 """Probability above which an image that may have several labels is given one."""
 _SCORES = ("precision", "recall", "f1", "samples")
-NAMES_DRAWN = 60
-"""Classes up to which the picture names them; it has numbers up to half as many."""
 
 
 @on_error_stream()
@@ -216,18 +213,12 @@ def _several(results: dict[str, Measured], unit: str) -> dict[str, Any]:
 
 
 def write_classes(folder: Path, result: Measured) -> None:
-    """Print how well a classifier does on each class, and write classes.csv; of one label an image also confusion.csv
-    and confusion.png.
+    """Print how well a classifier does on each class, and write classes.csv; of one label an image also confusion.csv.
 
     They have the classes that occur or were given; a number without a denominator is left out.
     """
     import pandas as pd
-    from sklearn.metrics import (
-        ConfusionMatrixDisplay,
-        average_precision_score,
-        confusion_matrix,
-        precision_recall_fscore_support,
-    )
+    from sklearn.metrics import average_precision_score, confusion_matrix, precision_recall_fscore_support
 
     labels, given = (torch.cat(parts).cpu().numpy() for parts in zip(*result.given, strict=True))
     if labels.ndim > 1:
@@ -245,26 +236,6 @@ def write_classes(folder: Path, result: Measured) -> None:
     _write_table(folder, pd.DataFrame(dict(zip(_SCORES, scores, strict=True)), names))
     cells = confusion_matrix(labels, given, labels=present)
     pd.DataFrame(cells, names, names).to_csv(folder / "confusion.csv", index_label="class \\ given")
-    side = min(14.0, 3 + 0.42 * len(names))
-    figure, axes = bare_figure(side, side)
-    ConfusionMatrixDisplay.from_predictions(
-        labels,
-        given,
-        display_labels=list(map(plain, names)),
-        normalize="true",  # so that small classes show
-        include_values=len(names) <= NAMES_DRAWN // 2,
-        cmap="Blues",
-        xticks_rotation="vertical",
-        values_format=".2f",
-        ax=axes,
-        colorbar=False,
-    )
-    axes.set(xlabel="predicted", ylabel="true", title=f"{100 * np.mean(labels == given):.1f} % of {len(labels):,}")
-    for share in axes.texts:
-        share.set_visible(share.get_text() != "0.00")
-    if len(names) > NAMES_DRAWN:
-        axes.set(xticks=[], yticks=[])
-    figure.savefig(folder / "confusion.png")
 
 
 def _write_table(folder: Path, table: Any) -> None:

@@ -21,7 +21,7 @@ from recipes.data.images.source import ImageDatasets
 from trainer.config.options import parse
 from trainer.data.evaluation import evaluation_samples
 from trainer.data.loader import to_device
-from trainer.errors import UserError
+from trainer.errors import UserError, no_effect
 from trainer.parallel.world import World
 from trainer.recipe import Context
 from trainer.terminal import on_error_stream
@@ -80,8 +80,7 @@ def predict(arguments: list[str]) -> int:
     names: list[str] = exported.config["classes"]
     several = exported.config.get("multi_label", False)
     if several and any(argument.startswith("top=") for argument in arguments):
-        mistake = f"top={options.top}"
-        raise UserError(f"{mistake} has no effect: a photo may have several labels", "", mistake=mistake)
+        raise no_effect(f"top={options.top}", "a photo may have several labels")
     top = len(names) if several else min(options.top, len(names))
     target = Path(options.output).expanduser() if options.output else exported.results / "predictions.csv"
     width, classified = max(len(str(file)) for file in files), 0

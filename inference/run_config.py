@@ -18,7 +18,7 @@ from trainer.config.registration import groups
 from trainer.config.schema import Config
 from trainer.config.settle import MICRO, Plan, plan_of, settle
 from trainer.data.contract import Datasets
-from trainer.errors import UserError
+from trainer.errors import UserError, no_effect
 from trainer.files import PRECISION_FILE, read_object
 from trainer.hardware import Hardware, detect
 from trainer.precision.kernels import convolves
@@ -93,7 +93,7 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
         "recipe": f"is a {exported.recipe}",
     }
     for key in sorted(typed & of_the_model.keys()):
-        raise UserError(f"{key} has no effect: run={exported.given} {of_the_model[key]}", "", mistake=key)
+        raise no_effect(key, f"run={exported.given} {of_the_model[key]}")
     other_data = any(key.partition(".")[0] == "data" for key in typed)
     if exported.run:
         recorded = _of_run(exported, other_data, with_data, split)

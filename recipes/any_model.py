@@ -21,7 +21,7 @@ from recipes.huggingface import (
     network_of,
     positions_of,
 )
-from trainer.errors import UserError
+from trainer.errors import UserError, no_effect
 from trainer.hardware import Hardware
 from trainer.recipe import Decision
 
@@ -55,8 +55,7 @@ class AnyModel(TransformersRecipe):
             UserError: there is no such model, or it is none for the task.
         """
         if self.pretrained and self.model_type:
-            mistake = f"recipe.model_type={self.model_type}"
-            raise UserError(f"{mistake} has no effect with init_from, which sets the model", "", mistake=mistake)
+            raise no_effect(f"recipe.model_type={self.model_type}", "init_from sets the model")
         if not (self.pretrained or self.model_type):
             raise UserError(
                 f"recipe={self.name} trains any model, and none is named: set init_from to a hub id or a folder, or "
@@ -147,8 +146,7 @@ class AnyModel(TransformersRecipe):
         for key, value in self.config.items():
             name = cls.attribute_map.get(key, key)
             if name == "vocab_size":
-                mistake = f"recipe.config.{key}={value}"
-                raise UserError(f"{mistake} has no effect: the tokenizer's is used", "", mistake=mistake)
+                raise no_effect(f"recipe.config.{key}={value}", "the tokenizer's is used")
             if key not in known:
                 sizes = [name for name in options if name in known and type(options[name].default) is int]
                 sizes = [name for name in sizes if name != "vocab_size" and not name.endswith("_id")]

@@ -9,7 +9,7 @@ from mantissa.formats import BF16
 from recipes.causal_lm import CausalLM
 from recipes.data.text.tokens import TextDatasets
 from recipes.sized import SizedRecipe
-from trainer.errors import UserError, check_choice
+from trainer.errors import check_choice, no_effect
 from trainer.hardware import NATIVE, Hardware
 from trainer.recipe import NO_OPTION, Sizes
 
@@ -71,7 +71,7 @@ class GPT2(SizedRecipe, CausalLM):
         super().__post_init__()
         check_choice("recipe.gelu", self.gelu, ACTIVATIONS)
         if self.pretrained and self.gelu != "tanh":
-            raise UserError(f"recipe.gelu={self.gelu} has no effect with init_from, which has its own; remove it")
+            raise no_effect(f"recipe.gelu={self.gelu}", "init_from brings its own")
 
     def sizes(self, hardware: Hardware) -> Sizes:
         """Return those of the size; on a CPU the same in all precisions, so that all train the same."""

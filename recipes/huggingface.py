@@ -28,7 +28,7 @@ from recipes.lora import ALL, LoRA, with_adapters
 from trainer.checkpoint.reader import check_numbers, nonfinite, not_finite
 from trainer.checkpoint.weights import defect, open_file
 from trainer.data.contract import Dataset
-from trainer.errors import UserError, check_choice, check_number, check_range
+from trainer.errors import UserError, check_choice, check_number, check_range, no_effect
 from trainer.files import is_kept, read_json, write_json
 from trainer.hardware import Hardware
 from trainer.recipe import Context, DataSource, Decision, Recipe, Sizes
@@ -87,12 +87,7 @@ class TransformersRecipe(Recipe):
         if isinstance(self._text(data), TokenizedText | TokenShards) and self.pretrained:  # defaults may stay
             for key in ("tokenizer", "vocab_size"):
                 if (value := getattr(data, key)) not in (getattr(type(data), key), self.pretrained):
-                    mistake = f"data.{key}={value}"
-                    raise UserError(
-                        f"{mistake} has no effect with init_from={self.pretrained}, which has its own tokenizer",
-                        "",
-                        mistake=mistake,
-                    )
+                    raise no_effect(f"data.{key}={value}", f"init_from={self.pretrained} brings its own tokenizer")
         if (chosen := self.with_options(decisions)).context == "auto":
             tokens = chosen.tokens_per_sample
             decisions.append(Decision("recipe.context", tokens, "tokens per sample, the size's own"))

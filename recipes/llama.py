@@ -10,7 +10,7 @@ from torch import nn
 from recipes.causal_lm import CausalLM
 from recipes.data.text.tokens import TextDatasets
 from recipes.sized import SizedRecipe
-from trainer.errors import UserError, check_number
+from trainer.errors import UserError, check_number, no_effect
 from trainer.hardware import Hardware
 from trainer.recipe import NO_OPTION, Decision, Sizes
 
@@ -80,7 +80,7 @@ class Llama(SizedRecipe, CausalLM):
         decisions = super().choose_model(hardware)
         if self.pretrained:
             if self._changed:
-                raise UserError(f"recipe.{next(iter(self._changed))} has no effect with init_from; remove one of them")
+                raise no_effect(f"recipe.{next(iter(self._changed))}", "init_from sets the size")
             return decisions
         width, heads, kv_heads = self.with_options(decisions).shape[1:4]
         if width % (2 * heads):

@@ -16,7 +16,7 @@ from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.vision import architectures, objective, pretrained
 from trainer.checkpoint.reader import fill
 from trainer.data.contract import Batch
-from trainer.errors import UserError, check_choice, check_number, check_range
+from trainer.errors import UserError, check_choice, check_number, check_range, no_effect
 from trainer.hardware import Hardware
 from trainer.recipe import Context, DataSource, Decision, LossOutput, Recipe, Sizes
 
@@ -94,9 +94,8 @@ class ResNet(Recipe):
         if self.bce_threshold is not None:
             check_range("recipe.bce_threshold", self.bce_threshold, "[0, 1)")
             if self.criterion != "bce":
-                mistake = f"recipe.bce_threshold={self.bce_threshold}"
-                problem = f"{mistake} has no effect without recipe.criterion=bce"
-                raise UserError(problem, "recipe.criterion=bce", "", mistake=mistake)
+                given = f"recipe.bce_threshold={self.bce_threshold}"
+                raise no_effect(given, "it is of recipe.criterion=bce alone", "recipe.criterion=bce")
         objective.check_class_weights(self.class_weights)
 
     def resolve(self, context: Context) -> tuple[Self, list[Decision]]:
@@ -292,8 +291,7 @@ class ResNet(Recipe):
     def _set_train_size(self, datasets: ImageDatasets) -> None:
         size = self.train_image_size
         if not isinstance(getattr(datasets.train, "image_size", None), int):
-            mistake = f"recipe.train_image_size={size}"
-            raise UserError(f"{mistake} has no effect on this data", "", mistake=mistake)
+            raise no_effect(f"recipe.train_image_size={size}", "this data has no images of a size")
         architectures.check_size(self.arch, datasets.image_size, len(datasets.classes), size)
         datasets.train.image_size = size  # type: ignore[attr-defined]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from recipes.data.text.tokens import TextDatasets
 from recipes.huggingface import RECIPES, TransformersRecipe, check_context
-from trainer.errors import UserError, check_choice
+from trainer.errors import UserError, check_choice, no_effect
 from trainer.hardware import Hardware
 from trainer.recipe import Decision, Sizes
 
@@ -65,8 +65,7 @@ class SizedRecipe(TransformersRecipe):
         """
         if self.pretrained:
             if self.size != "auto":
-                mistake = f"recipe.size={self.size}"
-                raise UserError(f"{mistake} has no effect with init_from, which sets the size", "", mistake=mistake)
+                raise no_effect(f"recipe.size={self.size}", "init_from sets the size")
             check_context(self.context, self._positions())
             return []
         if self.size == "auto":

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,15 +12,12 @@ import torch
 from torch import Tensor
 
 from mantissa.display import shortened
-from recipes.data.text.chats import WANTED, chat_columns, incomplete
-from recipes.data.text.files import typed
-from trainer.config.command_line import as_typed
-from trainer.errors import UserError, most_like
+from recipes.data.text.chats import WANTED
+from trainer.errors import UserError
 
-_LEAST = 1000
-"""Characters of a column that is worth naming as the text: of fewer nothing is left to validate on."""
 _WANTED = {
-    "text": 'a row has one text, a string (no tokens, no numbers), in a column of its own, as {"text": "…"} has',
+    "text": 'a row has one text, a string, in a column of its own, as {"text": "…"} has, or a chat, for '
+    f"recipe=causal_lm: {WANTED}",
     "pair": "the second text of a pair is a string, in a column that is neither the first's nor the label's",
     "image": "name a folder of images with a metadata.csv that has the columns file_name and label; texts with labels "
     "are for recipe=text_classifier",
@@ -50,44 +45,16 @@ def column_of(name: str, dataset: Any, kind: str, choice: str | None, fits: Call
     fitting = [column for column, feature in features.items() if fits(feature) and not column.startswith("__")]
     if choice and choice in fitting:
         return choice
-    items = {column: getattr(feature, "feature", None) for column, feature in features.items() if kind == "text"}
-    texts = {"content", "context", "value"}  # of turns in a chat, of paragraphs
-    chats = chat_columns(features)
-    lists = [column for column, item in items.items() if isinstance(item, dict) and texts & item.keys()]
     types = {column: getattr(feature, "dtype", None) or feature for column, feature in features.items()}
-    # {"version": …, "data": [{…}, …]} is read as a single row.
-    is_one_row = name.endswith(".json") and len(dataset) == 1
-    is_nested = is_one_row and not all(isinstance(dtype, str) for dtype in types.values())
-    if choice is None and len(fitting) == 1 and (not (lists or is_nested) or fitting == ["text"]):
+    # The texts may be in these, as those of chats are; the only string beside them is rather a number of the row.
+    is_nested = kind == "text" and not all(isinstance(dtype, str) for dtype in types.values())
+    if choice is None and len(fitting) == 1 and (not is_nested or fitting == ["text"]):
         return fitting[0]
-    if choice is None and kind == "label" and not fitting and _may_be_class(features.get("label")):
-        return "label"
     are = "column is" if len(fitting) == 1 else "columns are"
     wrong = f"{len(fitting) or 'no'} {are}" if choice is None else f"{choice} is not a column"
     columns = shortened([f"{column} ({str(dtype)[:60]})" for column, dtype in types.items()], 20)
-    parts = [f"data.name={name}: {wrong} of type {kind}; its columns are {columns}"]
-    if kind == "text" and choice is None and not chats and (lacks := incomplete(features)):
-        raise UserError(f"{parts[0]}; {lacks}", *["data.text_column=text"] * ("text" in fitting))
-    whole = "chats: leave data.text_column out" if choice else "chats, which are for recipe=causal_lm"
-    chats = chats if kind in ("text", "label") else ()
-    parts += [f"{column} has {whole if column in chats else 'texts in lists'}" for column in lists]
-    parts += [f"{' and '.join(chats)} are {whole}"] * bool(chats and not choice and not lists)
-    parts += [WANTED] * (kind == "text" and choice is None and not chats)
-    parts += ["all is in one row: rows below a key are not read, write one row each"] * is_nested
-    if kind == "text" and "input_ids" in features:
-        what = f"{parts[0]}; input_ids are token ids"
-        if Path(name).expanduser().exists():
-            raise UserError(what, f"data=tokens {typed('data.path', name)}", mistake=typed("data.name", name))
-        raise UserError(f"{what}: download its parquet files, and read them with data=tokens data.path=…")
-    # A text of a few words, such as a version, trains nothing.
-    named = [column for column in fitting if kind != "text" or _characters(dataset, column) >= _LEAST]
-    named = [*_label_columns(dataset)] if kind == "label" else [] if is_nested else named
-    remedies = [typed(f"data.{kind}_column", column) for column in named]
-    if near := choice and most_like(choice, named):
-        remedies = [typed(f"data.{kind}_column", near)]
-    elif kind == "label":
-        remedies = _label_options(dataset)
-    raise UserError("; ".join([*parts, _WANTED[kind]]), *remedies)
+    name_it = f"; name it: data.{kind}_column=…" if choice is None else ""
+    raise UserError(f"data.name={name}: {wrong} of type {kind}; its columns are {columns}; {_WANTED[kind]}{name_it}")
 
 
 def text_columns(name: str, dataset: Any, labels: Sequence[str], first: str | None, second: str | None) -> list[str]:
@@ -136,11 +103,7 @@ class Labels:
             flags = [name for name, feature in train.features.items() if _may_be_flag(feature)]
             if wrong := [name for name in choice if name not in flags]:
                 columns = shortened([*train.features], 20)
-                meant = [name if name in flags else most_like(str(name), flags) for name in choice]
-                raise UserError(
-                    f"data.label_column: {wrong[0]} is no column of 0 and 1; the columns are {columns}",
-                    *([_listed(meant)] if all(meant) else _label_options(train)),
-                )
+                raise UserError(f"data.label_column: {wrong[0]} is no column of 0 and 1; the columns are {columns}")
             return
         features = {column: _item(feature) for column, feature in train.features.items()}
         named = next((column for column in ("label", "labels") if _may_be_class(features.get(column))), None)
@@ -174,9 +137,8 @@ class Labels:
         values = pyarrow.compute.unique(_values(train, label))
         classes = [str(value) for value in sorted(filter(_is_value, values.to_pylist()))]
         if 1 < len(classes) > len(train) / 2:
-            found, remedies = f"{len(classes):,} values in {len(train):,} rows", _label_options(train)
-            instead = "" if remedies else "; give data.label_column=… a column whose values come in several rows"
-            raise UserError(f"data.label_column={label} has {found}, which are no classes{instead}", *remedies)
+            found = f"{len(classes):,} values in {len(train):,} rows, which are no classes"
+            raise UserError(f"data.label_column={label} has {found}; name a column whose values come in several rows")
         return classes
 
     def of(self, split: Any, key: str, choice: str, remedy: str) -> Tensor:
@@ -234,12 +196,6 @@ def has_text(feature: Any) -> bool:
     return getattr(feature, "dtype", None) in ("string", "large_string")
 
 
-def _characters(dataset: Any, column: str) -> int:
-    import pyarrow.compute
-
-    return pyarrow.compute.sum(pyarrow.compute.utf8_length(dataset.data.column(column))).as_py() or 0
-
-
 def _is_class(feature: Any) -> bool:
     return type(feature).__name__ == "ClassLabel"
 
@@ -259,29 +215,6 @@ def _values(dataset: Any, column: str) -> Any:
 
     values, feature = dataset.data.column(column), dataset.features[column]
     return values if _item(feature) is feature else pyarrow.compute.list_flatten(values)
-
-
-def _label_columns(dataset: Any) -> dict[str, set[Any]]:
-    """Return the columns that can be named as labels, with their values: these repeat, and no row lacks one."""
-    items = {name: _item(feature) for name, feature in dataset.features.items() if not name.startswith("__")}
-    whole = [name for name, item in items.items() if _may_be_class(item) and "float" not in item.dtype]
-    whole = [name for name in whole if not (dataset.data.column(name).null_count or _values(dataset, name).null_count)]
-    found = {name: _values(dataset, name).unique() for name in whole}
-    most = len(dataset) / 2
-    return {name: set(values.to_pylist()) for name, values in found.items() if 2 <= len(values) <= most}
-
-
-def _label_options(dataset: Any) -> list[str]:
-    """Return the overrides that name labels: columns of 0 and 1 together, or one column."""
-    columns = _label_columns(dataset)
-    flags = [name for name, values in columns.items() if values <= {0, 1} and _may_be_flag(dataset.features[name])]
-    several = [_listed(flags)] if len(flags) > 1 else []
-    return [*several, *(typed("data.label_column", name) for name in columns)][:4]
-
-
-def _listed(columns: Sequence[str]) -> str:
-    """Return the override that names columns of 0 and 1, as it is typed in a shell."""
-    return shlex.quote(f"data.label_column=[{','.join(map(as_typed, columns))}]")
 
 
 def _may_be_flag(feature: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -15,18 +16,17 @@ from torch import Tensor
 from recipes.data.columns import Labels, column_of, has_text, text_columns
 from recipes.data.images.pixels import DecodedImages, held_out
 from recipes.data.images.source import ImageDatasets, ImageSource
-from recipes.data.tables import header, table_options
 from recipes.data.text.chats import TRAIN_ON, WANTED, Chats, chat_columns, open_chats, split_rows, used_columns
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.documents import Text, split
-from recipes.data.text.files import NAMES, PART_OF, encoding_of, is_text, not_read, typed
+from recipes.data.text.files import NAMES, PART_OF, not_read
 from recipes.data.text.labelled import Encoding, LabelledDatasets, LabelledRows, LabelledSource, check_parts, opened
 from recipes.data.text.pretrained import local_path, opening
 from recipes.data.text.rows import ROWS, empty_line, text_of
 from recipes.data.text.stream import Streams, open_or_stream
 from recipes.data.text.tokenizers import OWN_BPE
 from recipes.data.text.tokens import TokenData, open_or_build
-from trainer.errors import UserError, check_choice, first_line
+from trainer.errors import UserError, check_choice, first_line, no_effect
 
 BUILDERS = {
     ".arrow": "arrow",
@@ -125,9 +125,7 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
             self._refuse_chat_options(f"the rows of data.name={self.name} are no chats ({WANTED})")
             return super().tokens(tokenizer)
         if self.rows != "auto":
-            mistake = f"data.rows={self.rows}"
-            problem = f"{mistake} has no effect: data.name={self.name} has chats ({', '.join(columns)})"
-            raise UserError(problem, "", mistake=mistake)
+            raise no_effect(f"data.rows={self.rows}", f"data.name={self.name} has chats ({', '.join(columns)})")
         parts = {part: self._chats(key, choice, columns) for part, (key, choice) in self._parts().items()}
         if "valid" in parts:
             parts["valid"] = replace(parts["valid"], origin=f"the dataset's split {self._valid_split()}")
@@ -151,12 +149,12 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
             key, value, uses = f"data.{option.name}", getattr(self, option.name), USES.get(option.name, (use,))
             if use not in uses and value != option.default:
                 shown = str(value).lower() if isinstance(value, bool) else value
-                raise UserError(f"{key}={shown} has no effect on {use}: it is for {uses[0]}", "", mistake=key)
+                raise no_effect(f"{key}={shown}", f"it is for {uses[0]}, and these are {use}", mistake=key)
 
     def _refuse_chat_options(self, why: str) -> None:
         for mistake, is_set in {"data.train_on=all": self.train_on == "all", "data.packing=true": self.packing}.items():
             if is_set:
-                raise UserError(f"{mistake} has no effect: {why}", "", mistake=mistake)
+                raise no_effect(mistake, why)
 
     def _streamed(self, tokenizer: str | None, tokens: int) -> TokenData:
         """Return the tokens of the beginning of the text, which is streamed."""
@@ -310,8 +308,7 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
             if error := not_read(f"data.name={self.name}", path):
                 raise error
             problem = f"data.name={self.name}: the name of a file must end with {', '.join(BUILDERS)}"
-            remedies = [f"data=text {typed('data.path', self.name)}"] if is_text(path) else []
-            raise UserError(problem, *remedies, mistake=typed("data.name", self.name))
+            raise UserError(f"{problem}; other text is read by data=text data.path=…")
         return path
 
     @cached_property
@@ -328,10 +325,7 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
         file = path if path and path.is_file() else None
         if file and not file.stat().st_size:
             raise UserError(f"data.name={self.name}: the file is empty")
-        table = table_options(file) if file and BUILDERS[file.suffix.lower()] == "csv" else {}
-        if file and table:  # else the type of a column is that of the first rows
-            names = (self.text_column,) if self.text_column else chat_columns(header(file, table["sep"]))
-            table |= {"converters": dict.fromkeys(names, str)} if names else {}
+        table = self._table(file) if file and BUILDERS[file.suffix.lower()] == "csv" else {}
         remedy = "repair it" if path else "give an id that opens, or a local file or folder"
         before = datasets.config.HF_HUB_OFFLINE
         with opening(self.name, f"data.name={self.name}", "cannot be opened", remedy) as place:
@@ -357,8 +351,7 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
             except (datasets.exceptions.DatasetGenerationError, UnicodeDecodeError) as error:
                 cause = error.__cause__ or error
                 if file and isinstance(cause, UnicodeDecodeError):
-                    what = encoding_of(file) or "no text"
-                    raise UserError(f"data.name={self.name} is {what}; write it anew in UTF-8") from error
+                    raise UserError(f"data.name={self.name} is not UTF-8 ({cause}); write it anew in it") from error
                 if table and isinstance(cause, ArrowInvalid) and not self.text_column:
                     why = f"a column has text after thousands of rows without any ({first_line(cause)})"
                     raise UserError(f"data.name={self.name}: {why}; name the text's: data.text_column=…") from error
@@ -366,6 +359,21 @@ class Hub(TokenizedText, ImageSource, LabelledSource):
             finally:
                 datasets.config.HF_HUB_OFFLINE = before
         return splits
+
+    def _table(self, file: Path) -> dict[str, Any]:
+        """Return how a CSV file is read: its columns of text as such, else their type is that of the first rows.
+
+        Raises:
+            UserError: it has one column, of several names.
+        """
+        separator = "\t" if file.suffix.lower() == ".tsv" else ","
+        with file.open(encoding="utf-8-sig", errors="replace", newline="") as opened:
+            names = next(csv.reader(opened, delimiter=separator), [])
+        if len(names) == 1 and any(sign in names[0] for sign in ",;|\t"):
+            what = f"its first line {names[0][:60]!r} is one column"
+            raise UserError(f"data.name={self.name}: {what}; write commas between columns, or tabs into a file .tsv")
+        texts = (self.text_column,) if self.text_column else chat_columns(names)
+        return {"sep": separator} | ({"converters": dict.fromkeys(texts, str)} if texts else {})
 
     def _split(self, key: str, choice: str) -> Any:
         """Return the split that ``key`` names.

@@ -119,10 +119,9 @@ def files(user_data: None, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
         (folder / name).symlink_to(folder / made)
     rows = [[{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": f"{n + 1}"}] for n in range(40)]
     (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    images = [file.relative_to(folder / "images").with_suffix("") for file in (folder / "images").rglob("*.png")]
-    for table, label in {"labels.csv": "", "tags.csv": "|more"}.items():
-        lines = [f"{image},{image.parent.name}{label}\n" for image in images]
-        (folder / table).write_text("id,label\n" + "".join(lines))
+    images = [file.relative_to(folder / "images") for file in (folder / "images").rglob("*.png")]
+    lines = [f"{image},{image.parent.name}\n" for image in images]
+    (folder / "labels.csv").write_text("file_name,label\n" + "".join(lines))
     library = Path(sysconfig.get_path("stdlib"))
     (tmp_path / "library").mkdir()
     for name in ("abc", "ast", "bisect", "calendar", "cmd", "copy", "csv", "glob", "heapq", "inspect"):

@@ -30,31 +30,30 @@ def train(*overrides: str) -> Result:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """photos/ of three colours that may be mixed, tags.csv and columns.csv with their labels, one.csv with the first
+    """photos/ of three colours that may be mixed, sorted.csv and columns.csv with their labels, one.csv with the first
     one's, and outputs/several.
     """
     folder, rng = tmp_path_factory.mktemp("several"), np.random.default_rng(0)
     (folder / "photos").mkdir()
     tables: dict[str, list[str]] = {
-        "tags.csv": ["id,tags"],
-        "columns.csv": ["id,blue,red,green"],
-        "one.csv": ["id,tag"],
+        "sorted.csv": ["file_name,blue,green,red"],
+        "columns.csv": ["file_name,blue,red,green"],
+        "one.csv": ["file_name,label"],
     }
     for number in range(40):
         on = rng.integers(0, 2, 3)
         pixels = (rng.integers(0, 60, (32, 32, 3)) + 180 * on).astype(np.uint8)
         Image.fromarray(pixels).save(folder / f"photos/p{number}.png")
-        tags = [tag for tag, is_on in zip(TAGS, on, strict=True) if is_on]
-        tables["tags.csv"].append(f"p{number},{'|'.join(tags)}")
-        tables["columns.csv"].append(f"p{number},{on[2]},{on[0]},{on[1]}")
-        tables["one.csv"].append(f"p{number},{'red' if on[0] else 'blue'}")
+        tables["sorted.csv"].append(f"p{number}.png,{on[2]},{on[1]},{on[0]}")
+        tables["columns.csv"].append(f"p{number}.png,{on[2]},{on[0]},{on[1]}")
+        tables["one.csv"].append(f"p{number}.png,{'red' if on[0] else 'blue'}")
     for name, lines in tables.items():
         (folder / name).write_text("\n".join(lines) + "\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MANTISSA_CACHE", str(folder / "cache"))
         patch.chdir(folder)
         mixing = ("augment.mixup=0.2", "checkpoint.best=valid/mAP", "steps=3", "run_name=several")
-        train("data.labels=tags.csv", "data.label_separator='|'", *mixing)
+        train("data.labels=sorted.csv", *mixing)
     return folder
 
 
@@ -81,7 +80,10 @@ def test_the_table_by_class_is_scikit_learns_and_the_runs_metrics_come_out_again
     assert evaluate("run=outputs/several", "split=all", f"output={tmp_path}/b").code == 0
     assert predict("run=outputs/several", "path=photos", f"output={tmp_path}/given.csv").code == 0
     given = {Path(row.pop("path")).stem: [*map(float, row.values())] for row in rows_of(tmp_path / "given.csv")}
-    truth = {row["id"]: [int(row[tag]) for tag in ("blue", "green", "red")] for row in rows_of(Path("columns.csv"))}
+    truth = {
+        Path(row["file_name"]).stem: [int(row[tag]) for tag in ("blue", "green", "red")]
+        for row in rows_of(Path("columns.csv"))
+    }
     labels, shares = (np.array([found[name] for name in truth]) for found in (truth, given))
     expected = precision_recall_fscore_support(labels, shares > 0.5, zero_division=np.nan)
     table = rows_of(tmp_path / "b/classes.csv")
@@ -95,8 +97,8 @@ def test_the_table_by_class_is_scikit_learns_and_the_runs_metrics_come_out_again
 
 def test_labels_in_another_order_are_the_models(here: Path, tmp_path: Path) -> None:
     results = []
-    for table, *more in (("tags.csv", "data.label_separator='|'"), ("columns.csv",)):
-        other = ("data=imagefolder", "data.path=photos", f"data.labels={table}", *more)
+    for table in ("sorted.csv", "columns.csv"):
+        other = ("data=imagefolder", "data.path=photos", f"data.labels={table}")
         done = evaluate("run=outputs/several/best", "split=all", *other, f"output={tmp_path}")
         assert done.code == 0, done.err
         results.append(json.loads((tmp_path / "evaluation.json").read_text())["metrics"])
@@ -136,7 +138,7 @@ def test_photos_get_the_labels_above_a_half_perhaps_none(here: Path, tmp_path: P
 def test_a_run_starts_from_it_and_resumes_bit_for_bit(here: Path) -> None:
     done = train("init_from=outputs/several", "data.labels=one.csv", "steps=1", "run_name=one", "--why")
     assert "a new head" in done.out
-    typed = ("data.labels=tags.csv", "data.label_separator='|'", "deterministic=true", "schedule=constant")
+    typed = ("data.labels=sorted.csv", "deterministic=true", "schedule=constant")
     train(*typed, "steps=4", "run_name=whole")
     train(*typed, "steps=2", "run_name=part")
     assert _command("resume=outputs/part", "steps=4").code == 0

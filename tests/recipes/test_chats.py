@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+from inference.data import Joined
 from recipes.bert import Bert
 from recipes.data.hub import Hub
 from recipes.data.text import chats
 from recipes.data.text.pretrained import Pretrained
-from recipes.data.text.samples import NO_TARGET
+from recipes.data.text.samples import NO_TARGET, Padded, Part
 from recipes.data.text.tokenizers import CHATML, Bytes, Tokenizer
-from recipes.data.text.tokens import TokenData
+from recipes.data.text.tokens import Samples, TokenData
 from recipes.gpt2 import GPT2
 from tests.command_line.conftest import _command
 from tests.helpers import trainer_of
@@ -298,19 +299,9 @@ BROKEN: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "nothing known": (
         [{"question": "hi", "answer": "ho"}] * 2,
         {},
-        "question .string., answer .string.; chats are in columns of these names: messages",
+        "question .string., answer .string.; a row has one text",
     ),
-    "a list of nearly the name": ([{"mesages": ANSWER}] * 2, {}, "messages would be chats: rename mesages to messages"),
-    "a column of nearly the name": (
-        [{"instruction": "hi", "input": "you", "ouput": "ho"}] * 2,
-        {},
-        "instruction and output would be chats: rename ouput to output",
-    ),
-    "a column less": (
-        [{"prompt": "hi", "reply": "ho"}] * 2,
-        {},
-        "prompt and completion would be chats: completion is ",
-    ),
+    "a list of nearly the name": ([{"mesages": ANSWER}] * 2, {}, "mesages .List"),
     "rows": ([{"messages": ANSWER}] * 2, {"rows": "documents"}, "data.rows=documents has no effect"),
     "text, all": ([{"text": "hi"}] * 2, {"train_on": "all"}, "data.train_on=all has no effect"),
     "text, packed": ([{"text": "hi"}] * 2, {"packing": True}, "data.packing=true has no effect"),
@@ -556,17 +547,17 @@ def test_what_a_trained_model_is_shown_with_is_a_question(here: Path) -> None:
     assert trainer_of(*NEW, "data.vocab_size=300").datasets.first_words.endswith("?")
 
 
-def test_parts_of_several_widths_are_evaluated_together(here: Path) -> None:
-    (here / "both").mkdir()
-    long = [{"messages": say("u hi", f"a {'ho' * 40}")}] * 3
-    for name, rows in (("train", numbered(5)), ("validation", long)):
-        (here / f"both/{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    done = _command(*NEW, "recipe.context=128", "data.name=both", "run_name=a")
-    assert done.code == 0, done.err
-    result = script("inference.evaluate:evaluate")("run=outputs/a", "split=all", "micro_batch_size=8")
-    assert result.code == 0, result.err
-    facts = json.loads(Path("outputs/a/evaluation/evaluation.json").read_text())
-    assert (facts["samples"], facts["targets"]) == (8, 5 * 4 + 3 * (80 + 2))
+def test_parts_of_several_widths_are_evaluated_together() -> None:
+    parts = [Padded(Part(np.arange(size), whole_of(size), 128), 128) for size in (5, 83)]
+    batch = Joined(parts).batch([SampleId(0, None), SampleId(1, None)])
+    assert batch["tokens"].shape == (2, 128)
+    assert batch["tokens"][0].tolist() == [0, 1, 2, 3] + [0] * 124
+    assert batch["targets"][0].tolist() == [1, 2, 3, 4] + [NO_TARGET] * 124
+    assert batch["lengths"].tolist() == [4, 82]
+
+
+def whole_of(size: int) -> Samples:
+    return Samples(np.array([0, size]), np.ones(size, dtype=bool))
 
 
 def test_a_run_on_text_goes_on_with_chats_and_that_one_with_others(here: Path) -> None:

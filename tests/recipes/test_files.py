@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from recipes.data.text.files import encoding_of_bytes, not_read
+from recipes.data.text.files import not_read
 from trainer.config.command_line import remedied
 from trainer.config.compose import refusal
 
-WORDS = "Größe und Länge: a line of words.\n" * 30
 KINDS = {
     "t10k-labels.idx1-ubyte": "not read here", "a.npy": "data=tokens", "a.PDF": "not read here",
     "a b.zip": "unpack it", "a.tar.gz": "unpack it", "a.jsonl.zst": "unpack it", "rows.csv": "data=hub",
@@ -41,15 +40,3 @@ def test_what_to_open_instead_takes_the_place_of_what_was_typed(tmp_path: Path) 
     assert error.remedies
     for remedy in error.remedies:
         assert refusal(remedied(typed, remedy, error.mistake)) is None
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-le", "utf-16-be", "cp1252"])
-def test_the_encoding_of_bytes_a_text_is_found(encoding: str) -> None:
-    content = WORDS.encode(encoding)
-    assert encoding_of_bytes(content) == encoding
-    assert encoding_of_bytes(content[:55]) == encoding  # which ends within a character of utf-8
-
-
-@pytest.mark.parametrize("content", [b"\x93NUMPY\x01\0" + bytes(range(256)), WORDS.encode() + b"\0", bytes(999)])
-def test_what_is_no_text_has_no_encoding(content: bytes) -> None:
-    assert encoding_of_bytes(content) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shlex
@@ -206,45 +205,3 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
         file.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{hash(file)}\nsize 12345\n")
     with pytest.raises(UserError, match="git lfs pull"):
         ImageFolder(path=str(tmp_path)).images(8).train.batch([SampleId(0, None)])
-
-
-def test_images_on_both_sides_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(tmp_path, "{train,val,test}/" + PET)
-    with caplog.at_level(logging.WARNING, "mantissa"):
-        described(tmp_path)
-        assert not caplog.text
-        (tmp_path / "val/cat/x.png").write_bytes((tmp_path / "train/dog/1.png").read_bytes())
-        (tmp_path / "test/cat/y.png").write_bytes((tmp_path / "train/dog/2.png").read_bytes())
-        described(tmp_path)
-    for words in ("val/cat/x.png is ", "test/cat/y.png is "):
-        assert words in caplog.text
-
-
-def test_one_photo_in_two_folders_is_warned_of_with_both_names(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write(tmp_path, "{train,val}/{cat,dog}/{20}.png")
-    first, same = tmp_path / "train/cat/7.png", ("train/cat/7 again.png", "train/dog/another name.png")
-    with caplog.at_level(logging.WARNING, "mantissa"):
-        described(tmp_path)
-        assert not caplog.text
-        for name in same:
-            (tmp_path / name).write_bytes(first.read_bytes())
-        (tmp_path / "train/dog/gone.png").symlink_to("nowhere.png")
-        described(tmp_path)
-    both = f"{tmp_path}/train/cat/7 again.png (cat) and {tmp_path}/{same[1]} (dog)"
-    assert f"1 photo or more in the training data twice, with different labels: {both}" in caplog.text
-
-
-def test_a_table_beside_the_images_can_be_typed(tmp_path: Path) -> None:
-    write(tmp_path, "{5}.png", "metadata.csv")
-    with pytest.raises(UserError) as refused:
-        ImageFolder(path=str(tmp_path)).images(8)
-    assert refused.value.remedies == (f"data=hub data.name={tmp_path}",)  # a table of another form
-    (tmp_path / "labels.tsv").write_text("".join(f"{number}\t{'ab'[number % 2]}\n" for number in range(5)))
-    with pytest.raises(UserError) as refused:
-        ImageFolder(path=str(tmp_path)).images(8)
-    assert refused.value.remedies == (f"data.labels={tmp_path}/labels.tsv",)
-    assert ImageFolder(path=str(tmp_path), labels=f"{tmp_path}/labels.tsv").images(8).classes == ["a", "b"]
-    with pytest.raises(UserError, match=r"data\.path=… to their folder, and data\.labels="):
-        ImageFolder(path=f"{tmp_path}/labels.tsv")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,8 +13,7 @@ import torch
 from PIL import Image
 
 from inference.predict import Photos
-from recipes.data.images.folder import FolderImages, ImageFolder
-from tests.recipes.test_folders import write
+from recipes.data.images.folder import FolderImages
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 
@@ -154,16 +152,3 @@ def test_a_damaged_file_is_named_whatever_its_decoder_raises(suffix: str, tmp_pa
     with pytest.raises(UserError, match=rf"{file} cannot be decoded \("):
         FolderImages([str(file)], torch.tensor([0])).image(0)
     assert found
-
-
-@pytest.mark.parametrize("kind", ["blank", "equal", "different"])
-def test_images_that_show_nothing_are_warned_of(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(tmp_path, "{cat,dog}/{4}.png")
-    for number, file in enumerate(sorted(tmp_path.rglob("*.png"))):
-        if kind == "blank":
-            Image.new("RGB", (9, 9), (number, 0, 0)).save(file)
-        elif kind == "equal":
-            Image.fromarray(EIGHT).save(file)
-    with caplog.at_level(logging.WARNING, "mantissa"):
-        ImageFolder(path=str(tmp_path)).images(8)
-    assert ("are of one colour, nearly black or equal, as the model sees them" in caplog.text) == (kind != "different")

@@ -185,7 +185,7 @@ def test_it_learns_and_its_export_is_another_such_folder(folder: tuple[str, Path
 def test_what_contradicts_the_folder_is_named(folder: tuple[str, Path]) -> None:
     recipe, path = folder
     for option in ("recipe.size=nano", "data.tokenizer=chars", "data.vocab_size=512", "recipe.layers=3"):
-        with pytest.raises(UserError, match=rf"{option.partition('=')[0]}.* no effect with init_from"):
+        with pytest.raises(UserError, match=rf"{option.partition('=')[0]}.* has no effect: init_from"):
             trainer_of(*options(recipe, path, option))
     with pytest.raises(UserError, match=r"recipe.context=64 is longer .*=32"):
         trainer_of(*options(recipe, path, "recipe.context=64"))

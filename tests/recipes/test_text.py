@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import bz2
-import gzip
-import lzma
 import resource
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -186,9 +183,9 @@ def test_pieces_give_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) ->
     assert max(piece.count("of  words") for piece in pieces) == 1
     assert "".join(pieces) == text
     encoded = list(token_store.encoded([lines, [""], lines], bpe))
-    ids = np.concatenate([ids for ids, *_ in encoded]).tolist()
+    ids = np.concatenate([ids for ids, _ in encoded]).tolist()
     assert ids == bpe.encode(text) + bpe.separator + bpe.encode(text)
-    assert sum(size for _, size, _ in encoded) == 2 * len(text.replace("<|endoftext|>", "").encode())
+    assert sum(size for _, size in encoded) == 2 * len(text.replace("<|endoftext|>", "").encode())
 
 
 def test_a_large_file_is_not_held_in_memory(tmp_path: Path) -> None:
@@ -211,7 +208,7 @@ def test_the_text_of_unknown_words_is_text_and_nothing_is_cut_off_or_padded(tmp_
     backend.enable_padding(length=9)
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", sep_token="[SEP]").save_pretrained(tmp_path)
     opened = Pretrained.open(str(tmp_path), "data.tokenizer")
-    ((ids, size, _),) = token_store.encoded([["known strange [SEP] [UNK] other"]], opened)
+    ((ids, size),) = token_store.encoded([["known strange [SEP] [UNK] other"]], opened)
     assert ids.tolist() == [1, 0, 2, 0, 0]
     assert size == len("known strange   other")
 
@@ -436,36 +433,3 @@ def test_a_prompt_begins_as_the_text_does(text: str, words: str) -> None:
     part = TokenWindows(np.zeros(9, np.uint8), 4)
     datasets = TextDatasets(part, part, "", tokens=data, tokenizer=data.tokenizer, vocabulary=256)
     assert datasets.first_words == words
-
-
-@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress], ids=["gzip", "bz2", "lzma"])
-def test_a_packed_file_is_called_so_whatever_its_name(pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(pack(b"a tale"))
-    with pytest.raises(UserError, match=r"a.txt .* is packed: unpack it"):
-        TextFiles(path=str(tmp_path), tokenizer="bytes").tokens(None)
-
-
-@pytest.mark.parametrize("encoding", ["cp1252", "utf-16"])
-def test_the_encoding_that_would_do_is_named(encoding: str, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("Größe und Länge\n" * 99, encoding=encoding)
-    with pytest.raises(UserError) as refused:
-        TextFiles(path=str(tmp_path), tokenizer="bytes").tokens(None)
-    assert refused.value.remedies == (f"data.encoding={encoding}",)
-    TextFiles(path=str(tmp_path), tokenizer="bytes", encoding=encoding).tokens(None)
-
-
-def test_of_a_file_beside_others_the_encoding_is_said(tmp_path: Path) -> None:
-    text = "Größe und Länge\n" * 99
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    (tmp_path / "b.txt").write_text(text, encoding="cp1252")
-    with pytest.raises(UserError, match="it is cp1252: write it anew in utf-8") as refused:
-        TextFiles(path=str(tmp_path), tokenizer="bytes").tokens(None)
-    assert refused.value.remedies == ()
-
-
-def test_a_pattern_that_would_do_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.html").write_text("<p>words</p>\n" * 99)
-    (tmp_path / "b.dat").write_bytes(bytes(99))
-    with pytest.raises(UserError) as refused:
-        TextFiles(path=str(tmp_path)).tokens(None)
-    assert refused.value.remedies == ("data.pattern='*.html'",)

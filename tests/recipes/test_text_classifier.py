@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +27,6 @@ from transformers import (
 from inference.evaluate import evaluate
 from tests.helpers import compose, fit, same_bits, trainer_of
 from trainer.checkpoint.reader import load
-from trainer.config.command_line import remedied
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 from trainer.files import read_config
@@ -153,8 +151,7 @@ def test_the_loss_is_that_of_transformers_and_padding_changes_nothing(kind: str,
     assert len(run.recipe.blocks(run.model)) == 2
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("kind", "precision"), [*((kind, "fp32") for kind in FAMILIES), ("bert", "bf16")])
 def test_what_is_trained_opens_in_transformers(kind: str, precision: str, tmp_path: Path) -> None:
     source = write_model(kind, tmp_path / "model", ["a", "b"])
     run = trainer(source, write_rows(tmp_path / "a.jsonl", rows()), f"precision={precision}", "optimizer.lr=3e-3")
@@ -384,7 +381,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     ),
     "chats": (
         {"text": None, "label": lambda n: "ab"[n % 2], "messages": [{"role": "user", "content": "hello"}]}, (),
-        "no columns are of type text.*messages has chats",
+        "no columns are of type text; its columns are messages",
     ),
 }  # fmt: skip
 
@@ -403,27 +400,6 @@ def test_what_cannot_be_trained_on_is_named(
         given = [row | {"label": row.get("label")} for row in given]
     with pytest.raises(UserError, match=message):
         trainer(*NEW, "data.tokenizer=bytes", write_rows(tmp_path / "a.jsonl", given), *options)
-
-
-REMEDIES: dict[str, tuple[dict[str, list[Any]], tuple[str, ...], str]] = {
-    "lists": ({"topics": [["a"], ["b", "a"], []]}, (), "data.label_column=topics"),
-    "columns of 0 and 1": ({"x": [0, 1], "y z": [0, 0, 1]}, (), "data.label_column=[x,'y z']"),
-    "a typo": ({"stars": [1, 2, 3]}, ("data.label_column=star",), "data.label_column=stars"),
-    "a typo in a list": ({"x": [0, 1], "hate": [1, 0]}, ("data.label_column=[x,hat]",), "data.label_column=[x,hate]"),
-    "no gaps": ({"stars": [1, None, 2], "kind": ["u", "v"]}, ("data.text_column=text",), "data.label_column=kind"),
-}
-
-
-@pytest.mark.parametrize(("columns", "options", "remedy"), REMEDIES.values(), ids=REMEDIES)
-def test_the_first_remedy_names_labels_that_can_be_trained_on(
-    columns: dict[str, list[Any]], options: tuple[str, ...], remedy: str, tmp_path: Path
-) -> None:
-    labels = [{name: values[row % len(values)] for name, values in columns.items()} for row in range(40)]
-    name = write_rows(tmp_path / "a.jsonl", [{"text": sentence(n, 3)} | label for n, label in enumerate(labels)])
-    with pytest.raises(UserError) as refused:
-        trainer(*NEW, "data.tokenizer=bytes", name, *options)
-    assert shlex.split(refused.value.remedies[0]) == [remedy]
-    trainer(*NEW, "data.tokenizer=bytes", name, *remedied(options, refused.value.remedies[0], refused.value.mistake))
 
 
 def test_splits_that_do_not_fit_each_other_are_named(tmp_path: Path) -> None:

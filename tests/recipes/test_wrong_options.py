@@ -19,7 +19,7 @@ ROWS = {
     "gpt2 recipe.vocabulary_multiple=0": "at least 1",
     "gpt2 recipe.dropout=1": "below 1",
     "gpt2 recipe.gelu=exact": "recipe.gelu=exact is unknown (tanh, erf)",
-    "gpt2 init_from=gpt2 recipe.gelu=erf": "no effect with init_from",
+    "gpt2 init_from=gpt2 recipe.gelu=erf": "has no effect: init_from",
     "llama recipe.layers=0": "at least 1",
     "llama recipe.heads=8 recipe.width=100": "use recipe.width=96",
     "bert recipe.context=15": "at least 16",

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from trainer.errors import UserError, check_number, check_range
+from trainer.errors import check_number, check_range, no_effect
 from trainer.recipe import Augment, Context, DataSource, Decision, Recipe
 
 SMALL = 64
@@ -79,9 +79,9 @@ class ImageAugment(Augment):
     def check(self, recipe: Recipe, data: DataSource) -> None:
         """Refuse data without images, and to mix the images of a recipe whose loss does not."""
         if (typed := self.effect()) and not data.has_images:
-            raise UserError(f"{typed} has no effect: data={data.kind} has no images; leave it out")
+            raise no_effect(typed, f"data={data.kind} has no images")
         if (options := self.on_device) and not recipe.mixes_images:
-            raise UserError(f"{options[0]} has no effect: recipe={recipe.name} does not mix images; leave it out")
+            raise no_effect(options[0], f"recipe={recipe.name} does not mix images")
 
     def effect(self) -> str | None:
         """Return what a recipe without images must refuse, as typed; None: nothing."""
@@ -91,7 +91,7 @@ class ImageAugment(Augment):
     def resolve(self, context: Context) -> tuple[ImageAugment, list[Decision]]:
         """Refuse data that could be read as images, but was not."""
         if context.datasets is not None and not _images(context.datasets) and (typed := self.effect()):
-            raise UserError(f"{typed} has no effect: this recipe reads no images; leave it out")
+            raise no_effect(typed, "this recipe reads no images")
         return self, []
 
     def applied(self, datasets: Any) -> Any:

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import filecmp
 import hashlib
 import logging
 import os
 import shlex
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
-from zlib import crc32
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mantissa.display import counted, shortened
-from recipes.data.images.labels import TABLES
+from mantissa.display import shortened
 from recipes.data.images.labels import read as read_table
 from recipes.data.images.pixels import DecodedImages
 from recipes.data.images.source import ImageDatasets, ImageSource
-from recipes.data.text.files import NAMES, PART_OF, missing, not_read, typed
+from recipes.data.text.files import NAMES, PART_OF, missing, not_read
 from trainer.config.command_line import as_typed
 from trainer.data.contract import check_no_overlap
-from trainer.errors import UserError, check_range
+from trainer.errors import UserError, check_range, no_effect
 
 log = logging.getLogger("mantissa")
 
@@ -37,14 +34,8 @@ EXTENSIONS = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".jp2"),
     *(".ppm", ".pgm", ".pbm", ".pnm"),
 )
-_COMPARED = 10_000
-"""Files up to which all are compared for equal contents; of more so many, chosen by their names."""
-_READ = 4096
-"""Bytes by which files of one size are told apart, before they are read."""
 Parts = dict[str, tuple[list[str], Tensor]]
 """The files of each part, and their labels as ``Images`` has them."""
-Image = tuple[str, str, int]
-"""A file, the part that it is in, and its place there."""
 TRAINING, VALIDATION, TEST = PARTS = tuple(NAMES.values())
 _SPLITS = {word: NAMES[part] for word, part in PART_OF.items()}
 LAYOUT = """\
@@ -79,16 +70,9 @@ class ImageFolder(ImageSource):
     """Test images, one folder per class, evaluated once, at the end, with the best weights; null: ``test/`` beside
     ``train/``, if there is one."""
     labels: str | None = None
-    """Table of the images' names, with or without endings, and labels: a CSV, TSV or JSONL file with a heading. Images
-    then lie in ``path`` and below it; a column ``split`` (train, val, test), or folders of these names, part them."""
-    file_column: str | None = None
-    """Column of names; null: the only one with names of images."""
-    label_column: Any = None
-    """Column of labels, or a list of columns of 0 and 1, one for each label; null: the only other one, the one called
-    label, labels or class, or all others, where they have only 0 and 1."""
-    label_separator: str | None = None
-    """What is between the labels of an image that has several, such as a space; null: each has one, or the column holds
-    JSON lists."""
+    """CSV file with the columns ``file_name``, a path from ``path`` on, and ``label``, or for several labels to an
+    image a column of 0 and 1 for each. A column ``split`` (train, val, test), or folders of these names, part the
+    images."""
     on_error: str = "error"
     """What to do about an image that cannot be decoded. error: save a checkpoint and stop; skip: count it and take the
     next image."""
@@ -100,32 +84,22 @@ class ImageFolder(ImageSource):
         for key in ("path", "test", "labels"):
             if not Path(path := getattr(self, key) or ".").expanduser().exists():
                 raise missing(f"data.{key}={path}")
-        others: Sequence[str]
-        others, why = ("file_column", "label_column", "label_separator"), "without data.labels=…, a table of labels"
-        if self.labels is not None:
-            others, why = ("test",), "with data.labels; a column split says which images are for the test"
-            if not self.labels.lower().endswith(TABLES):
-                raise UserError(f"data.labels={self.labels}: the name of a table must end with {', '.join(TABLES)}")
-        for mistake in (f"data.{name}" for name in others if getattr(self, name) is not None):
-            raise UserError(f"{mistake} has no effect {why}", "", mistake=mistake)
+        if self.labels is not None and self.test is not None:
+            why = "the column split of data.labels says which images are for the test"
+            raise no_effect(f"data.test={self.test}", why, mistake="data.test")
         for key, path in (("data.path", self.path), ("data.test", self.test or ".")):
             if not (file := Path(path).expanduser()).is_dir():
-                if key == "data.path" and file.suffix.lower() in TABLES:
-                    raise UserError(
-                        f"{key}={path} has no images; set data.path=… to their folder, and data.labels={path}"
-                    )
                 raise not_read(f"{key}={path}", file) or UserError(f"{key}={path} is a file, not a folder; {WANTED}")
 
     def images(self, image_size: int | None) -> ImageDatasets:
         """Find the images; squares of 224 pixels by default.
 
         Raises:
-            UserError: the folders are not as ``LAYOUT`` shows, the table is not as ``labels.read`` wants it, or a class
+            UserError: the folders are not as ``LAYOUT`` shows, the table is not as ``labels.WANTED`` says, or a class
                 has too few images.
         """
         passed: Counter[str] = Counter()
         found, classes, origin = self._by_folder(passed) if self.labels is None else self._by_table(passed)
-        _warn_of_copies(found, classes)
         parts = {part: FolderImages(*found[part], self.on_error) for part in PARTS if part in found}
         size, side = image_size or 224, parts[TRAINING].shorter_side()
         left_out = f"; passed over: {numbers(passed)}" if passed.total() else ""
@@ -135,13 +109,15 @@ class ImageFolder(ImageSource):
 
     def _by_folder(self, passed: Counter[str]) -> tuple[Parts, list[str], str]:
         """Return the images of each part with their labels, the classes, and where the parts are from."""
-        folders = _splits(os.path.expanduser(self.path))
+        path = Path(self.path).expanduser()
+        folders = _splits(str(path))
         if self.test:
             folders[TEST] = os.path.expanduser(self.test)
         try:
             files = _read(folders, passed)
         except UserError as error:
-            raise self._other_kind() or error from None
+            other = None if find_images(folders[TRAINING], Counter()) else not_read(f"data.path={self.path}", path)
+            raise other or error from None
         classes = sorted(files[TRAINING])
         origin = ", ".join(f"{part} {folder}" for part, folder in folders.items())
         if VALIDATION not in files:
@@ -162,8 +138,7 @@ class ImageFolder(ImageSource):
             raise UserError(f"data.path={self.path} has {_contents(folder)}, and no images ({', '.join(EXTENSIONS)})")
         if table.resolve().is_relative_to(Path(folder).resolve()):
             passed -= Counter([_suffix(table.name)])
-        chosen = {"file": self.file_column, "label": self.label_column, "separator": self.label_separator}
-        labelled = read_table(table, given, folder, images, **chosen)
+        labelled = read_table(table, given, folder, images)
         folders = [file[len(folder) :].lstrip("/").split("/")[0] for file in labelled.files]
         words = [word.lower() for word in labelled.splits or folders]
         if unknown := [word for word in words if word not in _SPLITS]:
@@ -196,19 +171,6 @@ class ImageFolder(ImageSource):
                 raise UserError(f"{problem}, which images of other splits have; move some, or leave those out")
             log.warning("%s; nothing can be learned of it", problem)
         return found, classes, origin
-
-    def _other_kind(self) -> UserError | None:
-        """Return what the folder holds that is not one folder of images per class; None: that is not known."""
-        path = Path(self.path).expanduser()
-        images, remedies = find_images(str(path), Counter()), []
-        for table in sorted(file for file in path.iterdir() if file.suffix.lower() in TABLES) if images else ():
-            with suppress(UserError):
-                read_table(table, "", str(path), images)
-                remedies.append(typed("data.labels", str(table)))
-        if remedies:
-            return UserError(f"data.path={self.path} is not a folder of class folders, but has a table", *remedies)
-        beside_images = [*path.glob("metadata.*")]  # whose columns data=hub reads
-        return not_read(f"data.path={self.path}", path) if beside_images or not images else None
 
 
 class FolderImages(DecodedImages):
@@ -340,49 +302,3 @@ def _flat(by_class: Mapping[str, list[str]], classes: list[str]) -> tuple[list[s
     counts = torch.tensor([len(by_class.get(name, [])) for name in classes])
     files = [file for name in classes for file in by_class.get(name, [])]
     return files, torch.arange(len(classes)).repeat_interleave(counts)
-
-
-def _warn_of_copies(found: Parts, classes: list[str]) -> None:
-    """Warn of images of the training data that are in another part, too, or there twice with different labels."""
-    step = sum(len(files) for files, _ in found.values()) // _COMPARED + 1
-    images = (
-        (file, part, row)
-        for part, (files, _) in found.items()
-        for row, file in enumerate(files)
-        if crc32(os.fsencode(os.path.basename(file))) % step == 0  # copies often have one name
-    )
-    copies: dict[str, list[tuple[str, str]]] = {}
-    for (file, part, row), (first, of, its) in _copies(images):
-        if of == TRAINING and part != TRAINING:
-            copies.setdefault(part, []).append((file, first))
-        elif of == part == TRAINING and not torch.equal(found[part][1][row], found[of][1][its]):
-            named = ((first, found[of][1][its]), (file, found[part][1][row]))
-            one, other = (f"{path} ({_label(label, classes)})" for path, label in named)
-            copies.setdefault(TRAINING, []).append((one, other))
-    for part, pairs in copies.items():
-        if part == TRAINING:
-            message = "%s or more in the training data twice, with different labels: %s and %s"
-        else:
-            message = f"training images are {part} images, too: %s or more (%s is %s); results look too good"
-        log.warning(message, counted(len(pairs), "photo"), *pairs[0])
-
-
-def _copies(images: Iterable[Image]) -> Iterator[tuple[Image, Image]]:
-    """Yield the images with the content of an earlier one, and the first of these."""
-    by_size: dict[int, list[Image]] = {}
-    for image in images:
-        with suppress(OSError):  # of a broken link; it is reported when it is decoded
-            by_size.setdefault(os.path.getsize(image[0]), []).append(image)
-    for size, alike in by_size.items():
-        first: dict[bytes, Image] = {}
-        for image in alike if len(alike) > 1 else ():
-            with suppress(OSError), open(image[0], "rb") as file:
-                file.seek(size // 2)
-                other = first.setdefault(file.read(_READ), image)
-                if other is not image and filecmp.cmp(image[0], other[0], shallow=False):
-                    yield image, other
-
-
-def _label(label: Tensor, classes: list[str]) -> str:
-    """Return the name of a label, or of several."""
-    return " + ".join(classes[number] for number in (label.nonzero().flatten() if label.ndim else label[None]))

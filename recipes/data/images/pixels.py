@@ -222,18 +222,6 @@ class DecodedImages(Images):
         return sorted(sides)[len(sides) // 2] if sides else None
 
 
-def show_nothing(images: Images) -> bool:
-    """Return whether one of a few decoded images has one colour only, is nearly black, or equals another one."""
-    if not isinstance(images, DecodedImages):
-        return False
-    seen = []
-    for index in range(0, len(images), -(-len(images) // 4)):
-        with suppress(UserError):  # a damaged one is seen later
-            seen.append(np.asarray(images.image(index).resize((64, 64))))
-    alike = len({image.tobytes() for image in seen}) < len(seen)
-    return alike or any((image == image[0, 0]).all() or image.max() < 20 for image in seen)  # 12 bits of 16
-
-
 def scale(images: Tensor, size: int) -> Tensor:
     """Scale uint8 images (N × C × H × W) to squares, bilinearly; those of that size come back as they are."""
     if images.shape[-2:] == (size, size):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, ClassVar
 
 from mantissa.display import shortened
 from recipes.data.images.augment import ImageAugment
-from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD, Images, show_nothing
+from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD, Images
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import add_run_facts
@@ -105,9 +104,6 @@ class ImageSource(DataSource):
             raise UserError(f"{where} has too few images of each class: none can be kept for validation")
         for part in parts.values():
             part.image_size, part.stored_side = image_size, shorter_side
-        if show_nothing(parts["training"]):
-            message = "%s: some images are of one colour, nearly black or equal, as the model sees them; look at a few"
-            logging.getLogger("mantissa").warning(message, where)
         *first, last = (f"{len(part):,} {name}" for name, part in parts.items())
         return ImageDatasets(
             parts["training"],

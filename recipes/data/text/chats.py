@@ -19,7 +19,7 @@ from recipes.data.text.cache import built, completed
 from recipes.data.text.files import typed
 from recipes.data.text.tokenizers import CHATML, CHATML_TOKENS, OWN_BPE, Tokenizer, TokenizerChoice
 from recipes.data.text.tokens import Samples, TokenData, log, warn_of_unknown
-from trainer.errors import UserError, first_line, most_like
+from trainer.errors import UserError, first_line
 from trainer.files import read_json, write_json
 from trainer.terminal import work
 
@@ -55,21 +55,6 @@ def chat_columns(features: Container[str]) -> tuple[str, ...]:
         if all(name in features for name in form):
             return (*form, *(name for name in (*optional, "tools") if name in features))
     return ()
-
-
-def incomplete(features: Mapping[str, Any]) -> str:
-    """Return what the columns lack to be chats, in words; empty: they are others.
-
-    A form of one column is meant by a column of lists whose name is nearly this one.
-    """
-    for form in FORMS:
-        lacking, there = [name for name in form if name not in features], features.keys() & {*form}
-        lists = [name for name, feature in features.items() if getattr(feature, "feature", None)]
-        near = {name: most_like(name, {*(lists if len(form) == 1 else features)} - there) for name in lacking}
-        if there or (len(form) == 1 and near[form[0]]):
-            wrong = [f"rename {near[name]} to {name}" if near[name] else f"{name} is missing" for name in lacking]
-            return f"{' and '.join(form)} would be chats: {', '.join(wrong)}"
-    return ""
 
 
 def used_columns(name: str, features: Mapping[str, Any], text_column: str | None) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from recipes.data.text.documents import Text, split
-from recipes.data.text.files import PACKED_BYTES, encoding_of, is_text, missing, not_read, typed
+from recipes.data.text.files import missing, not_read, typed
 from recipes.data.text.pretrained import open_tokenizer
 from recipes.data.text.tokenizers import OF_TEXT, OWN_BPE, TokenizerChoice
 from recipes.data.text.tokens import TextSource, TokenData, amounts, open_or_build
@@ -170,10 +170,8 @@ class TextFiles(TokenizedText):
         if not paths:
             if error := not_read(key, path):
                 raise error
-            others = {f"*{file.suffix}": file for file in reversed(files)}
-            texts = [f"data.pattern={shlex.quote(suffix)}" for suffix, file in sorted(others.items()) if is_text(file)]
-            has = ", ".join(sorted(others)) or "no files"
-            raise UserError(f"{key}: no file in it matches data.pattern={self.pattern} (it has {has})", *texts[:3])
+            has = ", ".join(sorted({f"*{file.suffix}" for file in files})) or "no files"
+            raise UserError(f"{key}: no file in it matches data.pattern={self.pattern} (it has {has}); set another")
         return paths
 
     def _text(self, key: str, name: str) -> Text:
@@ -187,7 +185,7 @@ def _files(paths: list[Path], key: str, encoding: str = "utf-8") -> Text:
     stats = [path.stat() for path in paths]
     return Text(
         sizes=np.array([stat.st_size for stat in stats], dtype=np.int64),
-        read=lambda rows: (TextFile(paths[row], key, encoding, len(paths) == 1) for row in rows),
+        read=lambda rows: (TextFile(paths[row], key, encoding) for row in rows),
         source=[[str(path), stat.st_size, stat.st_mtime_ns, encoding] for path, stat in zip(paths, stats, strict=True)],
         rows=range(len(paths)),
     )
@@ -201,8 +199,6 @@ class TextFile:
     key: str
     """The option that named it, for messages."""
     encoding: str
-    alone: bool = True
-    """Whether no other file is read in this encoding."""
 
     def __iter__(self) -> Iterator[str]:
         """Yield the lines.
@@ -236,12 +232,4 @@ class TextFile:
 
     def _not_text(self, why: str) -> UserError:
         problem = f"{self.key}: {self.path} is not {self.encoding} text: {why}"
-        other = encoding_of(self.path)
-        if other is None:
-            with self.path.open("rb") as file:
-                packed = file.read(6).startswith(PACKED_BYTES)
-            what = "is packed: unpack it" if packed else "is no text in another encoding either: give files of text"
-            return UserError(f"{problem}; it {what}")
-        if self.alone:
-            return UserError(problem, f"data.encoding={other}")
-        return UserError(f"{problem}; it is {other}: write it anew in {self.encoding}, or set that if all files are it")
+        return UserError(f"{problem}; write it anew in UTF-8, or set data.encoding=… to what all of the files are in")

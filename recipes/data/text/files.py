@@ -1,12 +1,9 @@
-"""Files that a choice of ``data=`` does not read, by their names, and the encoding of those of text."""
+"""Files that a choice of ``data=`` does not read, by their names."""
 
 from __future__ import annotations
 
-import codecs
-import re
 import shlex
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from trainer.config.command_line import as_typed
@@ -23,15 +20,11 @@ PART_OF = {
 TABLES = (".parquet", ".arrow", ".json", ".jsonl", ".csv", ".tsv")
 """What ``data=hub`` opens as rows."""
 _PACKED = (".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar")
-PACKED_BYTES = (b"\x1f\x8b", b"PK\3\4", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf", b"Rar!")
-"""With what compressed files and archives begin, whatever their names."""
 _OTHERS = (
     *(".npz", "-ubyte", ".pkl", ".pickle", ".pt", ".pth", ".safetensors", ".mat", ".h5", ".hdf5"),
     *(".pdf", ".doc", ".docx", ".odt", ".epub", ".xls", ".xlsx", ".tfrecord", ".lmdb", ".dcm", ".nii", ".heic", ".svg"),
 )
 """Arrays, documents and images that nothing here decodes."""
-_TRIED_BYTES = 2**26
-"""Of a file that is not in the expected encoding: others are tried on so much of it."""
 
 
 def typed(key: str, value: str) -> str:
@@ -83,33 +76,6 @@ def not_read(given: str, path: Path) -> UserError | None:
                 "as PNG or JPEG in one folder per class (data=imagefolder), or train from a Python program, with "
                 "trainer.Recipe.of"
             )
-    return None
-
-
-def is_text(path: Path) -> bool:
-    """Return whether the beginning of a file is text in UTF-8."""
-    with path.open("rb") as file:
-        return encoding_of_bytes(file.read(2**16)) == "utf-8"
-
-
-def encoding_of(file: Path) -> str | None:
-    """Return the encoding in which a file, as far as it is tried, is text; None: none of the usual ones."""
-    with file.open("rb") as opened:
-        return encoding_of_bytes(opened.read(_TRIED_BYTES))
-
-
-def encoding_of_bytes(content: bytes) -> str | None:
-    """Return the encoding with which bytes are text, without control characters; None: none of the usual ones.
-
-    The last character may be cut off.
-    """
-    zeros = content.count(b"\0")
-    wide = ("utf-16",) if content[:2] in (b"\xff\xfe", b"\xfe\xff") else ("utf-16-le", "utf-16-be")
-    for encoding in wide if zeros > len(content) / 10 else ("utf-8", "cp1252", "latin-1"):
-        with suppress(UnicodeDecodeError):
-            text = codecs.getincrementaldecoder(encoding)().decode(content)
-            if not re.search(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x80-\x9f]", text):
-                return encoding
     return None
 
 

@@ -20,7 +20,7 @@ from recipes.data.text.tokenizers import Tokenizer, numbers
 from recipes.data.text.tokens import TextSource, TokenData, amounts
 from trainer.cache import cache_folder, cached
 from trainer.data.contract import check_no_overlap
-from trainer.errors import UserError, check_choice, check_number, check_range
+from trainer.errors import UserError, check_choice, check_number, check_range, no_effect
 from trainer.files import flush
 from trainer.terminal import work
 
@@ -127,8 +127,7 @@ class TokenShards(TextSource):
                 "them or a pattern, such as data.path='shards/*.bin'"
             )
         if self.tokenizer is not None and self.vocab_size is not None:
-            mistake = f"data.vocab_size={self.vocab_size}"
-            raise UserError(f"{mistake} has no effect with data.tokenizer, which has its own", "", mistake=mistake)
+            raise no_effect(f"data.vocab_size={self.vocab_size}", "data.tokenizer has its own")
 
     def tokens(self, tokenizer: str | None) -> TokenData:
         known = None

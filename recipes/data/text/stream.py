@@ -209,7 +209,7 @@ def _read(partial: Path, state: dict[str, Any], split: str, streams: Streams, to
 def _append(path: Path, done: dict[str, int], texts: list[str], tokenizer: Tokenizer) -> None:
     """Append the tokens of documents to a file, and count them."""
     with path.open("ab") as file:
-        for ids, size, _ in encoded((text.splitlines(keepends=True) for text in texts), tokenizer):
+        for ids, size in encoded((text.splitlines(keepends=True) for text in texts), tokenizer):
             if done["tokens"] and texts:  # before the first of these documents
                 np.array(tokenizer.separator, tokenizer.dtype).tofile(file)
                 done["tokens"] += len(tokenizer.separator)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,10 +171,6 @@ def open_or_build(
     key = [*(part.identity for part in splits.values()), choice.identity()]
     folder = built(cache, name, key, lambda folder: _build(folder, splits, choice))
     meta = read_json(folder / "meta.json")
-    for part, copies in meta["copies"].items():
-        if percent := round(100 * copies):
-            message = "%d %% of the %s text, by the documents' beginnings, is training text; results may look too good"
-            log.warning(message, percent, "validation" if part == "valid" else part)
     warn_of_unknown(meta["unknown"])
     ids: dict[str, np.ndarray] = {
         part: np.memmap(folder / f"{part}.bin", dtype=meta["dtype"], mode="r") for part in splits
@@ -197,14 +192,11 @@ def _build(folder: Path, splits: Mapping[str, Text], choice: TokenizerChoice) ->
         tokenizer = choice.made(texts, partial)
         text_bytes = dict.fromkeys(splits, 0)
         unknown = tokens = 0
-        begun = {part: (array("q"), array("I")) for part in splits}  # the documents' beginnings: hashes, lengths
         for part, documents in splits.items():
             tokenizing = work(f"tokenizing the {part} text", documents.megabytes, "MB")
             with (partial / f"{part}.bin").open("wb") as file, tokenizing as advance:
-                for ids, size, beginnings in encoded(documents, tokenizer):
+                for ids, size in encoded(documents, tokenizer):
                     ids.astype(tokenizer.dtype).tofile(file)
-                    begun[part][0].extend(map(hash, beginnings))
-                    begun[part][1].extend(map(len, beginnings))
                     text_bytes[part] += size
                     unknown += 0 if tokenizer.unknown is None else int((ids == tokenizer.unknown).sum())
                     tokens += len(ids)
@@ -212,21 +204,13 @@ def _build(folder: Path, splits: Mapping[str, Text], choice: TokenizerChoice) ->
                 if not file.tell():
                     other = "data.test" if part == "test" else "data.valid_fraction"
                     raise UserError(f"no text is left for the {part} part; use a longer text or another {other}")
-        known = np.frombuffer(begun.pop("train")[0], dtype=np.int64)
-        known.sort()  # in place: np.isin would take several times the memory
-        copies = {}
-        for part, (hashes, lengths) in begun.items():
-            copied = np.searchsorted(known, hashes, "right") > np.searchsorted(known, hashes, "left")
-            copies[part] = float(np.average(copied, weights=lengths))
-        meta = {"dtype": tokenizer.dtype.name, "text_bytes": text_bytes, "copies": copies, "unknown": unknown / tokens}
+        meta = {"dtype": tokenizer.dtype.name, "text_bytes": text_bytes, "unknown": unknown / tokens}
         write_json(partial / "meta.json", meta)
 
 
-def encoded(documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int, list[str]]]:
-    """Yield the ids of the documents, the tokenizer's separator between them, some megabytes at a time.
-
-    Each with the bytes of its text, and with the first piece of each document that begins there. A document without
-    text leaves nothing.
+def encoded(documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield the ids of the documents, the tokenizer's separator between them, some megabytes at a time, and the bytes
+    of their text. A document without text leaves nothing.
     """
     separator, written = np.array(tokenizer.separator, dtype=np.uint32), False
     marked = ((number == 0, piece) for document in documents for number, piece in enumerate(pieces(document)))
@@ -238,7 +222,7 @@ def encoded(documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> Iterato
             parts += [separator, ids] if begins and written else [ids]
             size += len(piece.encode()) - _special_bytes(piece, ids, tokenizer.special)
             written = True
-        yield np.concatenate(parts), size, [piece for begins, piece in batch if begins]
+        yield np.concatenate(parts), size
 
 
 def _batches(marked: Iterable[tuple[bool, str]]) -> Iterator[list[tuple[bool, str]]]:
