@@ -20,6 +20,7 @@ DOCS   ?= .venv-docs
 PRECISION ?= $(if $(shell command -v nvidia-smi 2>/dev/null),auto,bf16)
 # Tests at a time, for two cores: many of them wait for processes that they start.
 TESTS  ?= 3
+WORKERS := --numprocesses $(TESTS) --dist loadgroup --no-loadscope-reorder
 CONSTRAINTS := constraints.txt
 # uv where it is installed, else pip; both show what they download. `make UV=` takes pip.
 UV     ?= $(shell uv --version >/dev/null 2>&1 && command -v uv)
@@ -35,15 +36,15 @@ test: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(TESTS) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS)
 
 test-avx2: $(VENV)/.test
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 \
-	  $(BIN)/python -m pytest --numprocesses $(TESTS) --dist worksteal -m by_cpu
+	  $(BIN)/python -m pytest $(WORKERS) -m by_cpu
 
 test-oldest:
 	$(MAKE) $(OLDEST)/.test VENV=$(OLDEST) CONSTRAINTS=constraints-oldest.txt
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest --numprocesses $(TESTS) --dist worksteal
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $(WORKERS)
 
 docs: $(DOCS)/.docs
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,8 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.defaults_list import DefaultsList
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser import overrides_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigSource
@@ -36,6 +39,19 @@ def compose_quickly() -> None:
         ConfigLoaderImpl._compose_config_from_defaults_list
     )
     config_loader_impl.create_defaults_list = _listed_once(config_loader_impl.create_defaults_list)
+    OverridesParser.parse_rule = _parsed_once(OverridesParser.parse_rule)  # type: ignore[method-assign]
+    overrides_parser.create_functions = functools.cache(overrides_parser.create_functions)
+
+
+def _parsed_once(parse: Callable[..., Any]) -> Callable[..., Any]:
+    known: dict[tuple[str, str], bytes] = {}
+
+    def parsed_once(parser: OverridesParser, text: str, rule_name: str) -> Any:
+        if (key := (text, rule_name)) not in known:
+            known[key] = pickle.dumps(parse(parser, text, rule_name))
+        return pickle.loads(known[key])
+
+    return parsed_once
 
 
 def _remembered(method: Callable[..., Any]) -> Callable[..., Any]:

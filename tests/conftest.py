@@ -41,14 +41,22 @@ BY_CPU = [
 """Tests of what differs between kinds of CPU: kernels, rounding, rates, and which claims can be tested."""
 
 
+SEVERAL_PROCESSES = ("parallel", "kills")
+"""Folders whose tests start several processes that compute: one at a time, and first, as they take the longest."""
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests come first, so that no worker is left alone with them at the end; tests by CPU are marked."""
-    by_cpu = {PROJECT / "tests" / place for place in BY_CPU}
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
+    """Tests by CPU are marked; of several workers one has all tests of a file, so that each fixture is made once."""
+    tests = PROJECT / "tests"
+    by_cpu, several = {tests / place for place in BY_CPU}, {tests / place for place in SEVERAL_PROCESSES}
     for item in items:
         if by_cpu & {item.path, *item.path.parents}:
             item.add_marker("by_cpu")
-    items.sort(key=lambda item: PROJECT / "tests" / "parallel" not in item.path.parents)
+        if config.pluginmanager.hasplugin("xdist"):
+            group = "several processes" if several & {*item.path.parents} else item.location[0]
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: not several & {*item.path.parents})
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""What is not done anew in every run of the product that a test starts, because it takes longer than the run itself.
+"""What is not done anew in every run of the product that a test starts, because it takes as long as the run itself.
 
 ``take`` is called in pytest's processes and in the server of ``tests.forks``, whose forks inherit it. Tests of these
 things themselves import the originals before that, or start a process with ``subprocess``.
@@ -6,6 +6,8 @@ things themselves import the originals before that, or start a process with ``su
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import shutil
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from trainer.profiling import rates
+from trainer.run import provenance, start
 from trainer.tracking import plots, store
 
 STORE = "MANTISSA_TEST_STORE"
@@ -26,6 +29,9 @@ def take() -> None:
     rates.cached = lambda kind, of, work: RATES[of["format"]]
     store.set_up = copied  # MLflow's migrations
     plots.plot_run = lambda folder: None
+    start._leave_garbage_alone = lambda stack: gc.enable()  # the processes of tests freeze it once
+    for name in ("_git", "_version"):
+        setattr(provenance, name, functools.cache(getattr(provenance, name)))
 
 
 def copied(database: Path) -> None:

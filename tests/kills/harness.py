@@ -47,11 +47,14 @@ CLOCKS = ("time", "step_time_", "throughput", "mfu", "process_memory_", "peak_me
 PLAN = ("start", "training", "saving", "closing", "delivery", "sync", *KINDS, "file")
 LONGEST_S = 600
 SERVER = """
-import sys
+import socket, sys
 import uvicorn
 from mlflow.server.fastapi_app import app
 
-uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
+own = socket.socket()
+own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+own.bind(("127.0.0.1", int(sys.argv[1])))
+uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[own])
 """
 
 
@@ -123,9 +126,10 @@ class Place:
         self.server: forks.Popen | None = None
         if self.job.served:
             shutil.copy(self.store, self.folder / "mlflow.db")
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                self.port = free.getsockname()[1]
+            self.reserved = socket.socket()  # while the server is down, no other program gets its port
+            self.reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            self.reserved.bind(("127.0.0.1", 0))
+            self.port = self.reserved.getsockname()[1]
             self.serve()
 
     @property
@@ -294,6 +298,8 @@ def placed(name: str, folder: Path, store: Path, **given: object) -> Iterator[Pl
         yield place
     finally:
         place.end_server()
+        if place.job.served:
+            place.reserved.close()
 
 
 def compared(whole: Path, killed: Path) -> dict[str, list[str]]:

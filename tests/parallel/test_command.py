@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
 
 from tests import forks
 from tests.parallel.conftest import FORKED_TORCHRUN, PROJECT, TORCHRUN, environment, forked_environment
@@ -238,10 +238,9 @@ def test_a_signal_to_torchrun_saves_on_all_ranks(start: Start, tmp_path: Path) -
 
 def test_two_hosts_connect_and_train_together(start: Start, tmp_path: Path) -> None:
     """Two agents, as on two machines, find each other through torchrun's c10d rendezvous."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=pair")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-conf=is_host=false")
+    launcher = ("--nnodes=2", *where, "--rdzv-id=pair")
     hosts = [start(1, "parallel=fsdp", "steps=4", launcher=launcher) for _ in range(2)]
     outs = [done(host)[0] for host in hosts]
     assert sorted("2 processes (fsdp)" in out for out in outs) == [False, True]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import re
+import shlex
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -51,6 +52,14 @@ def wait_until(happened: Callable[[], object]) -> None:
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def type_in(command: str) -> None:
+    """Run a command that was printed."""
+    words = shlex.split(command)
+    python = words.index("python")
+    set_there = dict(word.split("=", 1) for word in words[:python])
+    forks.run([sys.executable, *words[python + 1 :]], env=os.environ | set_there, check=True)
 
 
 @pytest.mark.usefixtures("plots")
@@ -313,7 +322,7 @@ def test_a_deleted_experiment_is_named_and_the_remedy_sends_what_it_missed(
         assert opened.run.run_id is None
         assert "its experiment 'gpt2' is deleted; set another tracking.experiment" in caplog.text
         (command,) = {*re.findall(r"restore it with: (.*?)\)", caplog.text)}
-        subprocess.run(command.replace("python", sys.executable), shell=True, check=True)
+        type_in(command)
         wait_until(lambda: opened.run.run_id)
         opened.close("FINISHED", {})
     assert points(store) == {"run": Counter([1])}
@@ -391,7 +400,7 @@ def test_a_folder_of_runs_is_migrated_by_the_printed_command(folder: Path, monke
         with pytest.raises(UserError, match=r"is a folder, which MLflow no longer writes to") as caught:
             configured_uri(uri)
     (command,) = re.findall(r"its runs go to a database by: (.+)\)", caught.value.problem)
-    subprocess.run(command.replace("python", sys.executable), shell=True, check=True)
+    type_in(command)
     (uri,) = (remedy.removeprefix("tracking.uri=") for remedy in caught.value.remedies)
     assert configured_uri(uri) == uri
     assert [each.name for each in connect(uri).search_experiments()] == ["mine"]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import PROJECT
+from tests import forks, shortcuts
 from trainer.errors import UserError
 from trainer.tracking.refusal import refusal
 from trainer.tracking.store import connect
@@ -45,9 +44,9 @@ connect(uri)
 def test_a_set_up_that_was_killed_is_done_anew(tmp_path: Path) -> None:
     """Within a migration, and after all of them. What is killed are forks of one process, for speed."""
     moments = ["DROP TABLE metrics", "INSERT INTO experiments"]
-    done = subprocess.run(
+    done = forks.run(
         [sys.executable, "-c", KILLED, f"sqlite:///{tmp_path}/a folder/mlflow.db", *moments],
-        env=os.environ | {"PYTHONPATH": str(PROJECT)},
+        env={name: value for name, value in os.environ.items() if name != shortcuts.STORE},  # which would be copied
         cwd=tmp_path,
         capture_output=True,
         text=True,
