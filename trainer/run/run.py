@@ -152,7 +152,8 @@ class Run:
         Raises:
             Interrupted: a signal stopped it, or came while a run that had taken all its steps was closed.
             NonFiniteError: training turned non-finite.
-            RunError: all steps are taken, but the best weights or the summary could not be written.
+            RunError: all steps are taken, but the best weights or the summary could not be written; or
+                ``debug`` expects another result.
         """
         trainer, monitor = self.trainer, self.monitor
         summary: dict[str, Any] = {}
