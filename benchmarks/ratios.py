@@ -132,8 +132,8 @@ def diagnostics(bench: Bench) -> Iterator[Row]:
     options = ("recipe=gpt2", "recipe.size=nano", "data.tokenizer=bytes", "precision=nvfp4", "diagnostics=numerics")
     job = Job("gpt2 nano nvfp4", options)
     trainer = _trainer(bench, job, "diagnostics.every=2")
-    half, steps = trainer.precision.half, trainer.plan.steps
-    session = trainer.config.diagnostics.start(trainer.model, trainer.update, half, steps, trainer.world)
+    half = trainer.precision.half
+    session = trainer.config.diagnostics.start(trainer.model, trainer.update, half, trainer.world)
 
     def take(microbatches: list[Batch]) -> None:
         session.begin(trainer.step + 1)

@@ -20,7 +20,7 @@ from trainer.config import compose as overrides
 from trainer.config.command_line import as_typed
 from trainer.config.schema import Config
 from trainer.data.loader import end_if_repeated
-from trainer.errors import UserError
+from trainer.errors import UserError, no_effect
 from trainer.precision.names import key_of
 from trainer.recipe import Recipe, UserRecipe
 from trainer.run.fit import release_memory
@@ -65,9 +65,7 @@ def compose(*given: Config | Recipe | str, **options: Any) -> Config:
     if len(objects) > 1 or not isinstance(objects[0], Recipe):
         raise UserError('give options, as "key=value" or keywords, with one recipe at most; or a config alone')
     if doubled := [each for each in typed if overrides.key_of(each).partition(".")[0] == "recipe"]:
-        raise UserError(
-            f"{doubled[0]} has no effect on a recipe that is an object", "", mistake=shlex.quote(doubled[0])
-        )
+        raise no_effect(doubled[0], "the recipe is an object", mistake=shlex.quote(doubled[0]))
     return overrides.compose([f"recipe={UserRecipe.name}", *typed], recipe=objects[0])
 
 

@@ -42,7 +42,7 @@ TRAIN = r"""
 recipe=bignet | clip=1.0 | -
 - | lr=1e-3 | lr is not a key of the config: here it is optimizer.lr; set optimizer.lr=1e-3
 # options of another choice
-- | data.path=notes.txt | data.path is an option of data=imagefolder|text|tokens alone
+recipe=bignet | data.path=notes.txt | data.path is an option of data=imagefolder|text|tokens alone
 recipe=bignet | clip.max_norm=1.0 | clip=norm clip.max_norm=1.0, or leave
 recipe=bignet | ema.decay=0.9 | ema=default ema.decay=0.9
 # other trainers' words
@@ -167,7 +167,7 @@ recipe=gpt2 | init_from=https://huggingface.co/gpt2 | give its path, or the id o
 recipe=gpt2 | data=hub data.name=LICENSE | -
 recipe=bignet | eval_every=0 | ; set eval_every=1000000 eval_samples=1
 recipe=bignet | early_stopping.patience=0 | ; set early_stopping.patience=1 or early_stopping.patience=null
-recipe=bignet | early_stopping.min_delta=0.1 | has no effect alone; set early_stopping.patience=5
+recipe=bignet | early_stopping.min_delta=0.1 | has no effect … ; set early_stopping.patience=5, or leave
 # earlier runs, and where a run goes
 recipe=gpt2 data=text data.path=notes.txt | init_from=empty | init_from=empty cannot be opened as a gpt2
 - | resume=nowhere | there is no such folder; give a run folder (there is no folder outputs here)
@@ -266,7 +266,7 @@ compare PAIR | --seeds 5 | --seeds: options have no dashes; set seeds=5
 compare PAIR | --max_steps=40 | ; set steps=40
 compare PAIR | --max_steps=ten | here it is steps
 doctor TINY | chekc=formats | ; set check=formats
-evaluate run=outputs/ended | optimizer.lr=1 | has no effect on a model that is trained; leave it out
+evaluate run=outputs/ended | optimizer.lr=1 | has no effect: the model is trained; leave it out
 compare PAIR | optimzer=adamw | -
 compare PAIR | arm.typo=precison=fp16 | arm typo: precison is not a key of the config
 compare TINY arms=fp32 | arm.fp32=precision=bf16 | the arm fp32 appears twice
@@ -475,37 +475,6 @@ def test_an_error_stream_on_a_full_disk_ends_no_program(program: list[str], code
     with open("/dev/full", "w") as full:
         environment = os.environ | {"PYTHONPATH": str(PROJECT)}
         assert subprocess.run([sys.executable, *program], stderr=full, env=environment).returncode == code
-
-
-@pytest.mark.parametrize(("asked", "warned"), [("bf16", True), ("no", False)])
-def test_a_precision_of_accelerate_launch_is_said_to_have_no_effect(
-    asked: str, warned: bool, succeed: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
-    done = succeed(*BIGNET.split(), "steps=2", "checkpoint=none")
-    assert ("ACCELERATE_MIXED_PRECISION=bf16 has no effect; set precision=bf16" in done.out) == warned
-
-
-@pytest.mark.parametrize(
-    ("typed", "remedy"),
-    [
-        (
-            "--per_device_train_batch_size 4 --learning_rate 1e-4 --fp16 recipe=bignet max_step=10",
-            "batch_size=4 optimizer.lr=1e-4 precision=fp16 steps=10",
-        ),
-        ("-m recipe=bignet seeds=0,1 lr=1e-3,1e-2", "seed=0,1 optimizer.lr=1e-3,1e-2"),
-    ],
-)
-def test_several_mistakes_are_mended_together(typed: str, remedy: str, train: Train) -> None:
-    refused = train(*typed.split())
-    assert refused.code == 2
-    assert refused.err.endswith(f"; set {remedy}\n")
-
-
-def test_a_remedy_that_cannot_be_typed_here_is_not_shown(train: Train) -> None:
-    refused = train(*BIGNET.split(), "optimizer.options.beta=1")  # AdamW has betas
-    assert refused.code == 2
-    assert refused.err.endswith("AdamW has no such argument; did you mean 'betas'?; leave it out\n")
 
 
 @pytest.mark.parametrize("name", ["train", "doctor", "advise", "memory"])

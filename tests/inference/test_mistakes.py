@@ -27,7 +27,7 @@ EVALUATE run=mlflow:a/b | - | is not a valid run; use run=mlflow:RUN_ID
 EVALUATE run=outputs/gpt2/best/model.safetensors | - | this is a file; give a run folder, such as outputs/gpt2
 EVALUATE run=outputs/chars/best/model.safetensors | - | this is a file; give a run folder, such as outputs/chars
 EVALUATE GPT2 | recipe=llama | recipe has no effect: run=outputs/gpt2 is a gpt2; leave it out
-EVALUATE GPT2 | optimizer.lr=1 | has no effect on a model that is trained
+EVALUATE GPT2 | optimizer.lr=1 | has no effect: the model is trained
 EVALUATE GPT2 | preciison=bf16 | preciison is not an option
 EVALUATE GPT2 | data=digits | recipe=gpt2 cannot read data=digits
 EVALUATE GPT2 | recipe.context=17 | is longer than the pretrained model's 16; set recipe.context=16
@@ -46,7 +46,7 @@ generate prompt=λ run=outputs/chars | - | 'λ' (1 in all) … or train a new mo
 generate prompt=a GPT2 max_new_tokens=4 | temperature=-1 | must be at least 0 and finite
 generate prompt=a GPT2 max_new_tokens=4 | seed=99999999999999999999999 | must lie between 0 and 4294967295
 generate prompt=a GPT2 max_new_tokens=4 | top_p=0 | must be above 0 and at most 1
-generate prompt=a GPT2 max_new_tokens=4 | data=text | has no effect on a model that is trained
+generate prompt=a GPT2 max_new_tokens=4 | data=text | has no effect: the model is trained
 generate prompt=a GPT2 max_new_tokens=4 | precision=bf61 | -
 generate prompt=a run=outputs/bert | - | is a bert, which cannot generate text; give a run of causal_lm
 generate prompt=a PHOTOS | - | is a resnet, which cannot generate text

@@ -29,7 +29,7 @@ from trainer.config.explain import (
 )
 from trainer.config.registration import CONF, PATTERNS, choices, key_of
 from trainer.config.text import unquoted
-from trainer.errors import UserError, most_like
+from trainer.errors import UserError, most_like, no_effect
 from trainer.precision.names import typed as typed_patterns
 from trainer.run_folder import check_path
 
@@ -78,8 +78,9 @@ class CommandLine:
                 if not choices(key) and takes_list(ours):
                     remedy = shlex.quote(f"{ours}=[{line.partition('=')[2]}]")
                     raise UserError(f"{line}: {ours} is a list", remedy, mistake=shlex.quote(line))
-                remedies = [line.replace(",", ".")] if re.search(r"=\d+,\d+$", line) else []
-                remedies += [] if otherwise else [f"-m {shlex.quote(line)}"]
+                remedies = [] if otherwise else [f"-m {shlex.quote(line)}"]
+                if "float" in types_of(ours) and re.search(r"=\d+,\d+$", line):  # a decimal comma
+                    remedies = [line.replace(",", ".")]
                 said = f"; {otherwise}" if otherwise else ", and -m runs one after the other"
                 raise UserError(f"{line} has several values{said}", *remedies, mistake=shlex.quote(line))
 
@@ -108,7 +109,7 @@ def read(arguments: Sequence[str]) -> CommandLine:
             raise without_dashes(argument, following)
         if why := _WITHOUT_EFFECT.get(flag.lstrip("+")):
             words = [argument] if text else [argument, following]
-            raise UserError(f"{argument} has no effect: {why}", "", mistake=shlex.join(words))
+            raise no_effect(argument, why, mistake=shlex.join(words))
         if argument.startswith("-") or (previous.startswith("-") and "=" not in argument):  # a flag, or its value
             alone = argument in ("--info", "-i") and (following[:1] in ("", "-") or "=" in following)
             typed_flags.append("--info=all" if alone else argument)
@@ -257,21 +258,14 @@ def _check_names(override: Override) -> None:
         chosen = []
     else:
         chosen = [*map(str, value)] if isinstance(value, list) else ["null" if value is None else str(value)]
-    known = [*known, *(external_recipes.find_modules() if key == "recipe" else ())]
     for name in chosen:
-        if name not in known and not (key == "recipe" and _may_be_a_class(name)):
+        is_class = key == "recipe" and (name == "own" or external_recipes.find_modules())  # a recipe may have no YAML
+        if name not in known and not is_class:
             meaning = format_name(name) if key == "precision" else name
             best, problem = most_like(meaning, known), f"{key}={name} is not a choice ({', '.join(known)})"
             others = dict.fromkeys(best if each == name else each for each in chosen)  # of a sweep the others stay
             remedy = f"{key}={','.join(others)}"
             raise UserError(problem, *([remedy] if best else []), mistake=shlex.quote(typed))
-
-
-def _may_be_a_class(name: str) -> bool:
-    """Return whether a recipe without a YAML may have this name: a file of recipes then has it in quotes."""
-    files = [*(CONF.parent / "recipes").rglob("*.py"), *external_recipes.find_modules().values()]
-    texts = (file.read_text(encoding="utf-8", errors="ignore") for file in files)
-    return name == "own" or any(f'"{name}"' in text or f"'{name}'" in text for text in texts)
 
 
 def value_of(argument: str) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mantissa.formats import FP32
 from trainer.config.command_line import as_typed
-from trainer.config.compose import mended
+from trainer.config.compose import refusal
 from trainer.config.registration import key_of
 from trainer.config.schema import Config
 from trainer.config.typed import launcher, overrides_of
@@ -27,12 +27,16 @@ _NOT_COMPARED = ("seed", "run_name", "parallel", "checkpoint", "profiler", "tags
 def new_run_command(folder: Path, changed: Sequence[str] = ()) -> str:
     """Return the command line of a new run that is the one in ``folder`` but for what is ``changed``.
 
-    What no longer fits, such as options of another choice, is mended as the parser of train.py says. Empty where that
-    cannot be done without touching what is changed, or where it is not known how the run was started.
+    Where train.py refuses it, options of the choices that are changed are left out, and with the precision those of the
+    loss scaling. Empty where it refuses that, too, or where it is not known how the run was started.
     """
-    facts = run_facts(folder, "command")
-    line = mended(overrides_of(RunFolder(folder), changed), shlex.join(changed)) if facts else []
-    return command("train.py", line, facts["launcher"]) if line and {*changed} <= {*line} else ""
+    if not (facts := run_facts(folder, "command")):
+        return ""
+    whole, keys = overrides_of(RunFolder(folder), changed), {key_of(each) for each in changed}
+    gone = (*(f"{key}." for key in keys), *["scaler"] * ("precision" in keys))
+    without = [each for each in whole if each in changed or not key_of(each).startswith(gone)]
+    accepted = next((line for line in (whole, without) if refusal(line) is None), None)
+    return command("train.py", accepted, facts["launcher"]) if accepted else ""
 
 
 def compare_command(folder: Path, config: Config) -> str:

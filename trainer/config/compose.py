@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import itertools
 import shlex
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.config import external_recipes
-from trainer.config.command_line import CommandLine, read, remedied
+from trainer.config.command_line import CommandLine, read
 from trainer.config.explain import explained
 from trainer.config.registration import CONF, groups, register, root, with_open_dictionaries
 from trainer.config.registration import key_of as key_of
@@ -36,8 +34,6 @@ if TYPE_CHECKING:  # it takes torch, for which mistakes in the command line do n
 
 _RECORDED = "recorded"
 """The name of the config that has a run's options in the place of the defaults."""
-_MISTAKES = 16
-"""Mistakes of one command line that are mended together, at most."""
 
 
 class Composition(NamedTuple):
@@ -153,13 +149,6 @@ def compose(
     Raises:
         UserError: one of them is a mistake.
     """
-    try:
-        return _compose(overrides, recorded, recipe)
-    except UserError as error:
-        raise with_accepted(error, overrides, partial(refusal, recorded=recorded, recipe=recipe)) from error
-
-
-def _compose(overrides: Sequence[str], recorded: Mapping[str, Any] | None, recipe: Recipe | None) -> Config:
     with _hydra():
         from trainer.config.build import build
 
@@ -193,24 +182,16 @@ def _hydra() -> Iterator[None]:
         GlobalHydra.instance().hydra = outer
 
 
-def refusal(
-    arguments: Sequence[str], recorded: Mapping[str, Any] | None = None, recipe: Recipe | None = None
-) -> UserError | None:
-    """Return why a command line of train.py cannot be read or, once torch is imported, composed; None: it can.
-
-    See ``compose`` for the other arguments.
-    """
-    line = None
+def refusal(overrides: Sequence[str]) -> UserError | None:
+    """Return why a command line of train.py cannot be composed; None: it can, and so can each run of its sweep."""
     try:
-        line = read(arguments)
-        if "torch" in sys.modules:
-            check_values(line, recorded, recipe)
+        check_values(read(overrides))
     except UserError as error:
-        return with_all_values(error, line) if line is not None else error
+        return error
     return None
 
 
-def check_values(line: CommandLine, recorded: Mapping[str, Any] | None = None, recipe: Recipe | None = None) -> None:
+def check_values(line: CommandLine) -> None:
     """Compose the run of a command line; of a sweep its first one, and those that differ from it in one key.
 
     Raises:
@@ -220,45 +201,7 @@ def check_values(line: CommandLine, recorded: Mapping[str, Any] | None = None, r
     runs = list(combinations(given).values()) if line.is_multirun else [given]
     for run in runs:
         if sum(value != first for value, first in zip(run, runs[0], strict=True)) < 2:
-            _compose(run, recorded, recipe)
-
-
-def with_accepted(
-    error: UserError, arguments: Sequence[str], refused: Callable[[Sequence[str]], UserError | None] = refusal
-) -> UserError:
-    """Return an error with those of its remedies that can be typed in this command line.
-
-    Where the line has several mistakes, the first remedy goes on to mend the others. ``refused`` is ``refusal``,
-    perhaps with its other arguments.
-    """
-    held = []
-    for remedy in error.remedies:
-        once = remedied(arguments, remedy, error.mistake)
-        line = mended(once, error.mistake, refused)  # what leads back to the mistake is no remedy
-        if line and line == once:
-            held.append(remedy)
-        elif line and not held:
-            typed = [each for each in line if each not in arguments or each in shlex.split(remedy)]
-            wrong = [each for each in arguments if each not in line or each in typed]
-            return UserError(error.problem, shlex.join(typed), mistake=shlex.join(wrong), shared=error.shared)
-    return UserError(error.problem, *held, mistake=error.mistake, shared=error.shared)
-
-
-def mended(line: list[str], kept: str, refused: Callable[[Sequence[str]], UserError | None] = refusal) -> list[str]:
-    """Return a command line with the parser's own remedies for its mistakes; empty: there is none.
-
-    Each is of other keys than those before it, and than those in ``kept``.
-    """
-    keys = set(map(key_of, shlex.split(kept)))
-    for _ in range(_MISTAKES):
-        if not line or (why := refused(line)) is None:
-            return line
-        free = [each for each in why.remedies if keys.isdisjoint(map(key_of, shlex.split(each)))]
-        before, line = line, remedied(line, free[0], why.mistake) if free else []
-        if line == before:
-            break
-        keys |= {key_of(each) for each in line if each not in before}
-    return []
+            compose(run)
 
 
 def with_all_values(error: UserError, line: CommandLine) -> UserError:
@@ -281,10 +224,7 @@ def with_all_values(error: UserError, line: CommandLine) -> UserError:
 
 def check_single(overrides: Sequence[str], remedy: str) -> None:
     """Raise UserError where an override has several values; ``remedy`` says what to do."""
-    try:
-        read(overrides).check_single(remedy)
-    except UserError as error:
-        raise with_accepted(error, overrides) from error
+    read(overrides).check_single(remedy)
 
 
 def combinations(overrides: Sequence[str]) -> dict[str, list[str]]:

@@ -18,7 +18,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from mantissa.names import format_name
 from trainer.config import registration as config
-from trainer.config.text import listed, unquoted, values_of
+from trainer.config.text import fraction, listed, unquoted, values_of
 from trainer.errors import UserError, most_like
 from trainer.files import PROJECT
 from trainer.precision.names import typed as typed_patterns
@@ -80,17 +80,21 @@ def _explained(error: BaseException, where: str) -> UserError:
         return UserError(f"{where}{typed}: an option cannot be removed", "", mistake=typed)
     kind = str(next((entry.type for entry in known_options().get(key, {}).values()), ""))
     if any(isinstance(each, ValidationError | TypeError) for each in chain) and kind and "expected one of" not in first:
+        from trainer.metrics import NAMED  # it takes torch
+
         if key in (*PATHS, "data.pattern") and value.startswith("["):
             return UserError(f"{where}{typed}: {key} is one {'pattern' if key == 'data.pattern' else 'file or folder'}")
-        others = [shlex.quote(f"{key}=[{value}]"), f"-m {key}={value.strip('[]')}"] if override else []
+        others = []
+        if override and takes_list(key) and not (key == "metrics" and value not in NAMED):
+            others = [shlex.quote(f"{key}=[{value}]")]
+        elif override and value.startswith("[") and "dict" not in kind:
+            others = [f"-m {key}={value.strip('[]')}"]
         what = "formats by name pattern, such as {lm_head:fp32}" if key == "precision.modules" else values_of(kind)
         problem = f"{where}{typed} must be {what}"
         if key == "precision.until":
             problem = f"{where}{typed} must be the number of a step, or a share of all steps between 0 and 1"
             return UserError(problem, "precision.until=0.8")
         if key == "metrics":
-            from trainer.metrics import NAMED  # it takes torch
-
             problem += f": {', '.join(NAMED)}"
         return UserError(problem, *others, mistake=typed if others else "")
     return UserError(f"{where}{typed}: {first}" if typed else f"{where}{first}")
@@ -212,7 +216,9 @@ def overrides_with(ours: str, value: str) -> list[str]:
     if choices := config.choices(key):
         value = format_name(value) if key == "precision" else value
         meaning = value if value in choices else meaning or most_like(value, choices)
-    if not (meaning := meaning or value):
+    elif not meaning and _is_of_type(key, value):
+        meaning = value
+    if not meaning:
         return []
     group, _, inner = key.partition(".")
     owners = [name for name in known_options().get(key, ()) if name not in ("", group)] or _files_with(group, inner)
@@ -221,6 +227,19 @@ def overrides_with(ours: str, value: str) -> list[str]:
     if group == "data" and len(owners) > 1:  # which of them fits what is trained is not known here
         return []
     return [f"{group}={owner} {key}={meaning}" for owner in owners]
+
+
+def _is_of_type(key: str, value: str) -> bool:
+    """Return whether a value, or each of several, is a number where the option ``key`` is one."""
+    types = types_of(key)
+    if not value:
+        return False
+    if not types or not all(each.startswith(("int", "float")) for each in types):
+        return True
+    words = ("auto", "epoch") if "int | str" in types else ()
+    numbers = [fraction(text) for text in value.split(",") if text not in words]
+    whole = any(each.startswith("int") for each in types)
+    return all(number is not None and (not whole or number.is_integer()) for number in numbers)
 
 
 def takes_list(key: str) -> bool:

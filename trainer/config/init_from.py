@@ -15,7 +15,7 @@ from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import evaluated_weights, fill
 from trainer.checkpoint.weights import read_weights
 from trainer.data.contract import Datasets
-from trainer.errors import UserError
+from trainer.errors import UserError, no_effect
 from trainer.files import (
     BEST,
     CHECKPOINTS,
@@ -191,8 +191,7 @@ def _tokenizer(source: InitFrom, given: str, composed: DictConfig, typed: Collec
         raise UserError(f"init_from={given} was trained on token ids without a tokenizer; give it ids, by data=tokens")
     size = "data.vocab_size"
     if size in typed and composed.data.vocab_size != source.config.get(size):
-        mistake = f"{size}={composed.data.vocab_size}"
-        raise UserError(f"{mistake} has no effect: {given} brings its tokenizer", "", mistake=mistake)
+        raise no_effect(f"{size}={composed.data.vocab_size}", f"{given} brings its tokenizer")
     if before == "bytes":
         return {} if now == before else {key: before}
     if own.is_dir():

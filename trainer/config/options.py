@@ -17,7 +17,7 @@ from omegaconf.errors import ValidationError
 
 from mantissa.errors import UsageError, refusal
 from trainer.config.text import listed, make_printable, say, unquoted, values_of
-from trainer.errors import RunError, UserError, most_like, redacted
+from trainer.errors import RunError, UserError, most_like, no_effect, redacted
 from trainer.parallel.world import UNSET, check_launch, launched_processes
 from trainer.run_folder import check_path
 
@@ -128,10 +128,8 @@ def parse(
             raise UserError(f"{argument} is for train.py alone", "", mistake=argument)
         if dashes and (name in names or others == "overrides"):
             from trainer.config.command_line import without_dashes
-            from trainer.config.compose import with_accepted
 
-            error = without_dashes(argument, following, names)
-            raise error if name in names else with_accepted(error, [])
+            raise without_dashes(argument, following, names)
         if equals and key in names:
             if not text:
                 raise UserError(f"{key}= has no value; write {key}=…")
@@ -183,9 +181,9 @@ def check_keys(overrides: list[str], options: type[Options]) -> None:
             remedies = [f"{near}={shlex.quote(override.partition('=')[2])}"] if near else []
             raise UserError(f"{key} is not an option ({', '.join(own)})", *remedies, mistake=typed)
         if why := fixed.get(meant) or fixed.get(group):
-            raise UserError(f"{override} has no effect: {why}", "", mistake=typed)
+            raise no_effect(override, why, mistake=typed)
         if takes and not {key, group} & {*takes}:
-            raise UserError(f"{override} has no effect on a model that is trained", "", mistake=typed)
+            raise no_effect(override, "the model is trained", mistake=typed)
 
 
 def _value(options: type[Options], key: str, text: str) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.init_from import InitFrom
 from trainer.config.step import StepConfig
-from trainer.errors import UserError, check_folder_name, check_number, check_range
+from trainer.errors import UserError, check_folder_name, check_number, check_range, no_effect
 from trainer.files import default_name
 from trainer.profiling.diagnostics import Diagnostics
 from trainer.profiling.profiler import Profiler
@@ -34,9 +34,9 @@ class EarlyStopping:
             raise UserError(problem, f"{key}=1", f"{key}=null")
         check_range("early_stopping.min_delta", self.min_delta, "[0, inf)")
         if self.patience is None and (self.metric is not None or self.min_delta):
-            key = f"early_stopping.{'min_delta' if self.metric is None else 'metric'}="
-            problem = f"{key}{self.min_delta if self.metric is None else self.metric} has no effect alone"
-            raise UserError(problem, "early_stopping.patience=5")
+            name = "min_delta" if self.metric is None else "metric"
+            given = f"early_stopping.{name}={getattr(self, name)}"
+            raise no_effect(given, "early_stopping.patience is not set", "early_stopping.patience=5")
 
 
 @dataclass

@@ -223,6 +223,12 @@ def alone(settled: Settled, micro_batch_size: int) -> Settled:
     return replace(settled, world=World(), config=config)
 
 
+def by_format(settled: Settled) -> list[Settled]:
+    """Return a run as one of each of its formats, which it keeps to its end: for a forecast."""
+    phases = settled.config.precision.phases
+    return [replace(settled, config=replace(settled.config, precision=each)) for each in phases]
+
+
 def free_bytes(plan: Plan) -> int:
     """Return the free memory of the rank that has least; every rank calls this."""
     free = available_bytes(plan.hardware.device)

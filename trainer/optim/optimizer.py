@@ -106,12 +106,9 @@ class Optimizer:
                     mistake=f"optimizer.options.{option}",
                 )
             if option not in accepted:
-                raise UserError(
-                    f"optimizer.options.{option}: {self.name} has no such argument{nearest(option, accepted)}",
-                    "",
-                    f"~optimizer.options.{option}",  # of a YAML
-                    mistake=f"optimizer.options.{option}",
-                )
+                key = f"optimizer.options.{option}"
+                problem = f"{key}: {self.name} has no such argument{nearest(option, accepted)}"
+                raise UserError(f"{problem}; where a YAML sets it, ~{key} removes it", "", mistake=key)
             if self.state != "auto" and option not in ("betas", "eps"):
                 why = f"optimizer.state={self.state} has betas and eps alone"
                 raise no_effect(f"optimizer.options.{option}", why, "optimizer.state=auto")

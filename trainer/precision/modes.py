@@ -121,10 +121,11 @@ class Precision:
             raise UserError(f"{then} is the mode that the run begins in: nothing would change", "", mistake=_CHANGE)
         for key, mode in (("precision", self.mode), ("precision.then", self.then)):
             if FORMATS[mode].weights != torch.float32:
-                dtype = dtype_name(FORMATS[mode].weights)
+                dtype, plain = dtype_name(FORMATS[mode].weights), FORMATS[mode].number.name
+                is_change = FORMATS[mode].half_weights is not None and plain not in (self.mode, self.then)
                 raise UserError(
                     f"{key}={mode} holds weights in {dtype}; a run changes between modes with fp32 weights only",
-                    *[f"{key}={FORMATS[mode].number.name}"] * (FORMATS[mode].half_weights is not None),
+                    *[f"{key}={plain}"] * is_change,
                     "",
                     mistake=_CHANGE,
                 )

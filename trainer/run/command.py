@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from mantissa.errors import refusal
 from trainer.config import help
 from trainer.config.command_line import read
-from trainer.config.compose import check_values, with_accepted, with_all_values
+from trainer.config.compose import check_values, with_all_values
 from trainer.config.explain import explained
 from trainer.config.text import say
 from trainer.errors import Interrupted, RunError, UserError, first_line, redacted
@@ -45,7 +45,7 @@ def main() -> int:
         # Read the command line, and let Hydra compose each of its runs, which ``_train_one`` trains.
         codes = _sweep(Sweep(read(typed)))
     except (UserError, OSError) as error:
-        return _report(with_accepted(error, typed) if isinstance(error, UserError) else error)
+        return _report(error)
     # Leave the other processes.
     if _in_a_group() and not any(codes):  # after a failure the other ranks may have exited
         sys.modules["torch.distributed"].destroy_process_group()
@@ -108,8 +108,6 @@ def _train_one(
         clear_line()
         return 0, train(config, brief=brief).summary, False
     except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, UserError):
-            error = with_accepted(error, overrides)
         some_ranks = launched_processes() > 1 and not getattr(error, "shared", False)
         return (
             _report(error, composed.run_name if brief else ""),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.step.ledger import Ledger
 from trainer.config.schema import Config
-from trainer.config.settle import Settled, alone, plan_of, settle
+from trainer.config.settle import Settled, alone, by_format, plan_of, settle
 from trainer.data.contract import Batch, Datasets
 from trainer.data.loader import OnDeviceLoader
 from trainer.errors import RunError, UserError
@@ -57,9 +56,7 @@ def ledger_of(settled: Settled) -> Ledger:
     Raises:
         RunError: the computation depends on tensor values.
     """
-    phases = settled.config.precision.phases
-    alone_in = (replace(settled, config=replace(settled.config, precision=each)) for each in phases)
-    return max(map(_ledger_of, alone_in), key=lambda ledger: ledger.peak_bytes)
+    return max(map(_ledger_of, by_format(settled)), key=lambda ledger: ledger.peak_bytes)
 
 
 def _ledger_of(settled: Settled) -> Ledger:

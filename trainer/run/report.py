@@ -321,11 +321,14 @@ def stop_message(signum: int, step: int, folder: RunFolder, enabled: bool, comma
     return f"{stopped}, {kept}. Resume with:\n  {command}"
 
 
+NOT_SAVED = "No checkpoint was saved."
+
+
 def last_good(folder: RunFolder) -> str:
     """Return a sentence about the newest checkpoint."""
     saved = checkpoint.steps(folder.checkpoints)
     if not saved:
-        return "No checkpoint was saved."
+        return NOT_SAVED
     return f"The last valid checkpoint is step {saved[-1]}, in {folder.checkpoints}"
 
 

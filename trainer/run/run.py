@@ -1,6 +1,7 @@
 """One run: the loop over optimizer steps, what happens between two of them, and the end.
 
-``Run.train`` reads from top to bottom: next batch, step, log, evaluate, save, stop. What is below it is one thing each.
+``Run._loop`` reads from top to bottom: next batch, step, log, evaluate, save, stop; ``Run.train`` is around it. What is
+below is one thing each.
 """
 
 from __future__ import annotations
@@ -151,64 +152,28 @@ class Run:
         Raises:
             Interrupted: a signal stopped it, or came while a run that had taken all its steps was closed.
             NonFiniteError: training turned non-finite.
-            RunError: all steps are taken, but the best weights or the summary could not be written.
+            RunError: all steps are taken, but the best weights or the summary could not be written; or
+                ``debug`` expects another result.
         """
-        trainer, monitor, saving = self.trainer, self.monitor, self.config.checkpoint
-        first_step = "compiling the model" if self.config.compile.mode != "off" else "taking the first step"
+        trainer, monitor = self.trainer, self.monitor
+        summary: dict[str, Any] = {}
+        missing: list[str] = []
+        verdict: str | None = None
         try:
             self.signals.ahead = f"finishing the step, {self._saving}"
             monitor.start()
             if trainer.step == 0 and self.config.init_from:
                 self._evaluate_first()
-
             with closing(trainer.batches()) as batches:
-                while not self.complete and self.stopped_by is None:
-                    # Another format, from the next step on.
-                    if not self.unevaluated and trainer.next_precision != trainer.precision:
-                        with monitor.paused():
-                            self._change_format()
+                self._loop(batches)
 
-                    if not self.unevaluated:  # else an earlier process was stopped between this step and its evaluation
-                        with nullcontext() if self.has_stepped else self.terminal.work(first_step):
-                            # The next batch, outside of the profile: data in memory is not the step's memory.
-                            microbatches = self._next(batches)
-
-                            # One optimizer step.
-                            with self._profiled():
-                                record = self.step(microbatches)
-                            self.has_stepped = True
-
-                            # Log. Once per interval the host waits for the device, and not finite means the end.
-                            self.log(record)
-
-                    # Has any rank been told to stop, or to save? Asked once, so that all of them do the same: what
-                    # comes later is seen by the evaluation, or after the next step.
-                    stop, save = self.world.all_reduce_max_each([self.signals.stop or 0, self.signals.take_save()])
-                    self.stopped_by = stop or None
-
-                    # Evaluate. A run that stops saves at once, and is evaluated when it is resumed.
-                    score = None
-                    if self.unevaluated and not stop:
-                        with monitor.paused():
-                            score = self.evaluate()
-
-                    # Save: when it is due, what is the best so far, before a stop, and at the end.
-                    due = saving.due(trainer.step, score is not None, self.plan.save_every)
-                    due = due or self.complete or (score is not None and score.improved)
-                    if saving.enabled and (due or self.stopped_by or save):
-                        with monitor.paused():
-                            self._save(score)
-                        if save:
-                            self.terminal.note(f"step {trainer.step}/{self.plan.steps}  saved (requested by a signal)")
-
-            # The loop has ended: all steps are taken, early stopping had enough, or a signal stopped it.
+            # All steps are taken, early stopping had enough, or a signal stopped it.
             monitor.collect()
             with self.terminal.work("writing the checkpoint"):
                 self.writer.finish()
-            verdict = (
-                self.config.debug.check(monitor.first_loss, monitor.last_loss, trainer.step) if self.complete else None
-            )
-            summary, missing = self._finish() if self.complete else ({}, [])
+            if self.complete:
+                verdict = self.config.debug.check(monitor.first_loss, monitor.last_loss, trainer.step)
+                summary, missing = self._finish()
         except Interrupted as second:
             raise self._abandoned(second) from None
         except BaseException as error:
@@ -223,6 +188,49 @@ class Run:
         if verdict is not None:
             self.terminal.note(verdict)
         return summary
+
+    def _loop(self, batches: Iterator[list[Batch]]) -> None:
+        """Take steps until the run is complete, or a signal stops it."""
+        trainer, monitor, saving = self.trainer, self.monitor, self.config.checkpoint
+        first_step = "compiling the model" if self.config.compile.mode != "off" else "taking the first step"
+        while not self.complete and self.stopped_by is None:
+            # Another format, from the next step on.
+            if not self.unevaluated and trainer.next_precision != trainer.precision:
+                with monitor.paused():
+                    self._change_format()
+
+            if not self.unevaluated:  # else an earlier process was stopped between this step and its evaluation
+                with nullcontext() if self.has_stepped else self.terminal.work(first_step):
+                    # The next batch, outside of the profile: data in memory is not the step's memory.
+                    microbatches = self._next(batches)
+
+                    # One optimizer step.
+                    with self._profiled():
+                        record = self.step(microbatches)
+                    self.has_stepped = True
+
+                    # Log. Once per interval the host waits for the device, and not finite means the end.
+                    self.log(record)
+
+            # Has any rank been told to stop, or to save? Asked once, so that all of them do the same: what comes later
+            # is seen by the evaluation, or after the next step.
+            stop, save = self.world.all_reduce_max_each([self.signals.stop or 0, self.signals.take_save()])
+            self.stopped_by = stop or None
+
+            # Evaluate. A run that stops saves at once, and is evaluated when it is resumed.
+            score = None
+            if self.unevaluated and not stop:
+                with monitor.paused():
+                    score = self.evaluate()
+
+            # Save: when it is due, what is the best so far, before a stop, and at the end.
+            due = saving.due(trainer.step, score is not None, self.plan.save_every)
+            due = due or self.complete or (score is not None and score.improved)
+            if saving.enabled and (due or self.stopped_by or save):
+                with monitor.paused():
+                    self._save(score)
+                if save:
+                    self.terminal.note(f"step {trainer.step}/{self.plan.steps}  saved (requested by a signal)")
 
     # --- formats ---
 
@@ -291,7 +299,9 @@ class Run:
             if self.world.size == 1 and checkpoint.steps(self.folder.checkpoints)[-1:] != [self.trainer.step]:
                 self._save(None)
                 self.writer.finish()
-            raise UserError(f"{error}. {report.last_good(self.folder)}; resume with:\n  {self.command}") from error
+            kept = checkpoint.steps(self.folder.checkpoints)  # else there is nothing to resume from
+            how = f"{report.last_good(self.folder)}; resume with:\n  {self.command}" if kept else report.NOT_SAVED
+            raise UserError(f"{error}. {how}") from error
 
     def _profiled(self) -> AbstractContextManager[None]:
         """Return the context of the next step, whose time does not count where it is profiled."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -114,7 +113,8 @@ def _train(
         terminal.show_logs()
         signals.tell = terminal.note
         stack.enter_context(terminal.in_use())
-        _warn_of_launchers(config, terminal)
+        if by := tasks_alone():
+            terminal.warn(f"{by}, and each trains a run of its own; to train one together, let it start torchrun")
         hardware = detect(config.device)
 
         # 2. Plan: perhaps with the record and the checkpoint of an earlier run; if it is complete, nothing is to do.
@@ -174,15 +174,6 @@ def _train(
             # In several processes the others wait for the one that has no memory.
             retry = saved is None and world.size == 1 and not (run and run.has_stepped)
             raise ran_out(error, settled.config, settled.batching, retry) from error
-
-
-def _warn_of_launchers(config: Config, terminal: Terminal) -> None:
-    """Warn of what other launchers have set up in vain."""
-    if alone := tasks_alone():
-        terminal.warn(f"{alone}, and each trains a run of its own; to train one together, let it start torchrun")
-    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # by accelerate launch
-    if asked != "no" and not config.precision.mode.startswith(asked):
-        terminal.warn(f"ACCELERATE_MIXED_PRECISION={asked} has no effect; set precision={asked}")
 
 
 def _checkpoint_of(folder: RunFolder, plan: Plan) -> tuple[Path | None, str]:
