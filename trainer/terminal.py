@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import select
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +18,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from mantissa.display import duration, quantity
+from trainer.config.text import discard
 from trainer.errors import redacted
 
 Advance = Callable[..., None]
@@ -204,9 +204,7 @@ def leave_unread() -> None:
         polled = select.poll()
         polled.register(descriptor, 0)  # reports an error or a hang-up
         if polled.poll(0):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, descriptor)
-            os.close(null)
+            discard(descriptor)
 
 
 class _Shown(logging.Handler):

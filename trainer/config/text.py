@@ -18,10 +18,15 @@ def say(text: str, end: str = "\n") -> None:
     """Print to the error stream at once; where it takes nothing, such as on a full disk, the program goes on."""
     try:
         print(text, end=end, file=sys.stderr, flush=True)
-    except OSError:  # from now on it goes nowhere, also what is kept in the stream
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 2)
-        os.close(null)
+    except OSError:
+        discard(2)
+
+
+def discard(descriptor: int) -> None:
+    """Let go nowhere what is written to a descriptor from now on, also what is kept in its stream."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)
 
 
 def listed(text: str) -> list[str]:
