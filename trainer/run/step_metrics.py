@@ -1,8 +1,8 @@
 """What the log says of every optimizer step: a row for each metric.
 
-To add one, add a row to ``STEP_METRICS``. It is in the next line of metrics.jsonl, in MLflow as ``train/<name>``, and
-with a ``column`` in the table on the terminal, too. Its ``value`` runs after every step, so it must not wait for the
-device (no ``.item()``, no ``float(tensor)``): the monitor copies the tensors of a whole interval at once.
+To add one, add a row to ``STEP_METRICS``. It is in the next line of metrics.jsonl, in MLflow, and with a ``column`` in
+the table on the terminal, too. Its ``value`` runs after every step, so it must not wait for the device (no ``.item()``,
+no ``float(tensor)``): the monitor copies the tensors of a whole interval at once.
 
     "weight_norm": StepMetric(lambda step, trainer: get_total_norm(trainer.model.parameters()), last),
 

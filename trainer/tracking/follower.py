@@ -282,7 +282,12 @@ class Follower(threading.Thread):
 
         # A point for each value: MLflow's name of the metric, the time in milliseconds, the step.
         metrics = [
-            Metric(key, float(value), int(line["time"] * 1000), line["step"])
+            Metric(
+                key,
+                value / 2**20 if name.endswith("memory_bytes") else float(value),
+                int(line["time"] * 1000),
+                line["step"],
+            )
             for line in lines
             for name, value in line.items()
             if name not in ("step", "time") and value is not None and not name.startswith(LAYERS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.errors import UserError, check_choice, check_range
+from trainer.errors import UserError, check_choice, check_range, no_effect
 
 
 @dataclass
@@ -40,5 +40,4 @@ class Tracking:
                 f"tracking.register={self.register} must be a name without slash and colon, such as my-model"
             )
         if self.register and not self.mlflow:
-            given = f"tracking.register={self.register}"
-            raise UserError(f"{given} has no effect with tracking=local", "tracking=mlflow", "", mistake=given)
+            raise no_effect(f"tracking.register={self.register}", "tracking=local sends nothing", "tracking=mlflow")

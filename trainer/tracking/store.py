@@ -313,12 +313,12 @@ def show_swept(client: MlflowClient, run_id: str) -> None:
 
 
 def curve_key(name: str) -> str:
-    """Return MLflow's name of a logged metric: loss, speed and memory are in ``train/``.
+    """Return MLflow's name of a logged metric: loss, speed and memory, which is in MiB there, are in ``train/``.
 
     MLflow's charts show sections such as ``train/`` and ``valid/`` by name, and last what is in none: the machinery,
     such as ``loss_scale``, and the numbers of a run as a whole, see ``results.py``.
     """
-    return metric_key(f"train/{name}" if _SEEN_FIRST.fullmatch(name) else name)
+    return metric_key(f"train/{name.replace('_bytes', '_mib')}" if _SEEN_FIRST.fullmatch(name) else name)
 
 
 def metric_key(name: str) -> str:
