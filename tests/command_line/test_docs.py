@@ -38,7 +38,6 @@ ELSEWHERE = (
     # Installs, downloads, or needs another machine.
     "source .venv/bin/activate", "pip ", "make ", "sbatch ", f"{TRAIN} -m hydra/launcher=submitit_slurm",
     f"{TRAIN} recipe=gpt2 data=hub data.name=wikitext", f"{TRAIN} recipe=gpt2 data=hub data.name=HuggingFaceFW",
-    f"{TRAIN} recipe=resnet precision=fp16 scaler=dynamic",
     f"{TRAIN} recipe=resnet recipe.arch=resnet18 init_from=DEFAULT", f"{TRAIN} recipe=causal_lm init_from=",
     f"{TRAIN} recipe=text_classifier",
     # Takes several processes, or minutes.
@@ -86,11 +85,11 @@ def commands(path: Path) -> list[str]:
 
 
 def documented() -> dict[str, str]:
-    """Every command of the pages, and the page that has it first; those with a ``<name>`` to fill in are left out."""
+    """Every command of the pages, and the page that has it first; those with a ``NAME`` to fill in are left out."""
     found: dict[str, str] = {}
     for page in PAGES:
         for command in commands(page):
-            if "<" not in command:
+            if "NAME" not in command:
                 found.setdefault(command, page.name)
     return found
 
