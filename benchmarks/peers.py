@@ -63,15 +63,18 @@ FRAMEWORKS = (
 
 
 def peers_jobs(bench: Bench) -> tuple[Job, ...]:
-    """Return a language model of a long and of a short context, and ResNet-50; half of the steps are timed."""
+    """Return a language model of a long and of a short context, and ResNet-50.
+
+    The first half of the steps is not timed: MLflow is imported beside it.
+    """
     if bench.hardware.is_gpu:
         return replace(gpt2_job(bench.hardware), steps=60), replace(resnet_job(bench.hardware), steps=40)
     language = ("recipe=gpt2", "recipe.size=mini", "data=synthetic", "data.vocab_size=4096")
     vision = ("recipe=resnet", "recipe.arch=resnet50", "data=synthetic", "batch_size=16")
     return (
-        Job("gpt2 mini 16 x 256", (*language, "batch_size=16", "recipe.context=256"), steps=8),
-        Job("gpt2 mini 8 x 64", (*language, "batch_size=8", "recipe.context=64"), steps=40),
-        Job("resnet50 batch 16", vision, steps=6),
+        Job("gpt2 mini 16 x 256", (*language, "batch_size=16", "recipe.context=256"), steps=12),
+        Job("gpt2 mini 8 x 64", (*language, "batch_size=8", "recipe.context=64"), steps=100),
+        Job("resnet50 batch 16", vision, steps=10),
     )
 
 
