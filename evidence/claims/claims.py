@@ -124,7 +124,9 @@ class Claim:
     """Number of runs of each arm, each with another seed."""
 
     def __post_init__(self) -> None:
-        """Check what the types do not: that the names in it exist."""
+        """Check what the types do not: that something is measured, and that the names in it exist."""
+        if not self.criteria:
+            raise UserError("criteria: there is none; give one such as {measure: speed, arm: bf16, over: fp32}")
         if self.repeats < (PAIRS if any(criterion.measure not in EXACT for criterion in self.criteria) else 2):
             raise UserError(f"repeats: {self.repeats} is too few; set repeats: {PAIRS}")
         check_labels(list(self.arms))

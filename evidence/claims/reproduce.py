@@ -74,8 +74,6 @@ class Result:
     """A claim that was tested."""
 
     verdict: str
-    rows: list[dict[str, Any]]
-    """Measured rows, as ``benchmarks/results.py`` keeps them."""
     failed: bool
     """Whether a run failed."""
 
@@ -126,11 +124,10 @@ def test(claim: Claim, hardware: Hardware, given: list[str], runner: Runner) -> 
     for run in failed:
         print(f"  failed: {run.arm}, seed {run.seed}: {run.failure}")
     command = " ".join(["python scripts/reproduce.py", f"claim={claim.id}", *(f"{key}=…" for key in claim.asks)])
-    result = Result(verdict, _kept(rows), bool(failed))
-    content: dict[str, Any] = {"claim": claim.id, "verdict": verdict, "command": command, "rows": result.rows}
+    content: dict[str, Any] = {"claim": claim.id, "verdict": verdict, "command": command, "rows": _kept(rows)}
     content |= {"hardware": hardware.facts(), "versions": versions(), "git": git_facts()}
     write_json(runner.folder / RESULT_FILE, content)
-    return result
+    return Result(verdict, bool(failed))
 
 
 def _line(criterion: Criterion, row: Ratio) -> str:

@@ -82,6 +82,7 @@ def test_a_file_becomes_arms_that_end_in_their_own_overrides(tmp_path: Path) -> 
             {"criteria": [SPEED | {"arm": "bf61"}]},
             "criteria on speed=bf61 is unknown (bf16, fp32)",
         ),
+        ({"criteria": []}, "criteria: there is none"),
         ({"criteria": [SPEED | {"at_most": 1.0}]}, "at_least: 2 is above at_most: 1; swap them"),
         ({"repeats": 2}, "repeats: 2 is too few; set repeats: 3"),
         ({"needs": ["cude"]}, "cude is unknown"),
