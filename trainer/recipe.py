@@ -218,9 +218,9 @@ class Recipe:
             collate_fn: as of torch's DataLoader.
 
         Raises:
-            UserError: data that cannot be batched, a sample with NaN or infinity (eight are looked at), a loss without
-                a gradient, or a 16-bit model. A loss that is no mean is warned of. What model and loss raise with the
-                first eight samples is a UserError of ``trainer.train``.
+            UserError: data that cannot be batched, a sample with NaN or infinity (eight are looked at), or a 16-bit
+                model. A loss that is no mean is warned of. What model and loss raise with the first eight samples is a
+                UserError of ``trainer.train``.
         """
         train, valid = UserDataset(train_dataset, collate_fn), UserDataset(valid_dataset, collate_fn)
         test = None if test_dataset is None else UserDataset(test_dataset, collate_fn)
@@ -410,8 +410,7 @@ class UserRecipe(Recipe):
         """Look at some samples: refuse those that are not finite, and warn where their summed loss is not a sum.
 
         Raises:
-            UserError: a weight has 16 bits, a sample has NaN or infinity, and so has its loss, or the loss in training
-                has no gradient.
+            UserError: a weight has 16 bits, or a sample has NaN or infinity, and so has its loss.
         """
         model = self.model if isinstance(self.model, nn.Module) else self.model()
         if half := [name for name, each in model.named_parameters() if each.dtype in (torch.float16, torch.bfloat16)]:
@@ -425,11 +424,6 @@ class UserRecipe(Recipe):
         if found and found.no_sums:
             why = f"the metric {found.no_sums[0]} of {len(found.alone)} samples is no sum of that one by one"
             warnings.warn(f"{why}, and is divided by the number of targets: return a sum", stacklevel=3)
-        if not self._has_gradient(model, device):
-            raise UserError(
-                "the loss has no gradient, so nothing would train: look for .detach(), .item() and torch.no_grad "
-                "between the weights and it"
-            )
         differs = found and not math.isclose(found.together, found.total, rel_tol=1e-3, abs_tol=1e-6)
         if found and differs and math.isfinite(found.together):  # alone it may be NaN: the mean over no targets
             warnings.warn(
@@ -438,20 +432,6 @@ class UserRecipe(Recipe):
                 "batch, or a LossOutput with sums; for a mean over tokens, count them with targets=",
                 stacklevel=3,
             )
-
-    def _has_gradient(self, model: nn.Module, device: torch.device) -> bool:
-        """Return whether the loss of some samples, in training, has a gradient, or no weight is to have one."""
-        generators = random_state(device)
-        samples = self.train.batch([SampleId(index, 0) for index in range(min(8, len(self.train)))])
-        try:
-            with torch.enable_grad():
-                batch = {name: tensor.to(device) for name, tensor in samples.items()}
-                loss = self.loss(copy.deepcopy(model).train(), batch).loss_sum
-        except Exception:  # such as of a layer that needs more samples; an error of any batch comes again
-            return True
-        finally:
-            set_random_state(generators, device)
-        return loss.requires_grad or not any(weight.requires_grad for weight in model.parameters())
 
 
 class Losses(NamedTuple):

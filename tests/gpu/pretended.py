@@ -62,7 +62,6 @@ class Pretended:
 
     capability: tuple[int, int] = (9, 0)
     name: str = "NVIDIA H100 80GB HBM3"
-    architectures: tuple[str, ...] = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")  # torch was built for
     available: bool = True  # to torch; NVML sees the device also where the driver is too old
     driver: str = "580.65.06"
     total: int = 80 * GIB  # bytes of its memory, of which other processes hold these
@@ -151,7 +150,6 @@ class Pretended:
             "get_device_properties": lambda *given: SimpleNamespace(
                 name=self.name, total_memory=self.total, major=self.capability[0], minor=self.capability[1]
             ),
-            "get_arch_list": lambda: list(self.architectures),
             "is_bf16_supported": lambda including_emulation=True: including_emulation or self.capability >= (8, 0),
             "mem_get_info": memory,
             "set_per_process_memory_fraction": lambda fraction, *given: vars(self).update(fraction=fraction),

@@ -101,9 +101,3 @@ def test_a_driver_that_is_too_old_does_not_make_it_a_run_on_the_cpu(pretended: P
     for device in ("auto", "cuda"):
         with pytest.raises(UserError, match=r"too old.*550\.54\.15.*set device=cpu"):
             started(tmp_path, f"device={device}")
-
-
-@pytest.mark.parametrize("pretended", [(7, 0)], indirect=True)
-def test_a_gpu_for_which_torch_has_no_code_is_refused(pretended: Pretended, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"7\.0.*sm_75.*set device=cpu"):
-        started(tmp_path)

@@ -327,7 +327,6 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "give them there": lambda: train("recipe=own"),
     "is a fresh process": lambda: compare(own(), arms=["fp32", "bf16"]),  # type: ignore[arg-type]
     "a scalar tensor": lambda: own(lambda model, batch: model(batch["x"])),
-    "the loss has no gradient": lambda: own(lambda model, batch: mean(model, batch).detach()),
     "the loss raises ZeroDivisionError: division by zero": lambda: train(own(lambda m, b: 1 / 0), **OPTIONS),
     "raises IndexError: Target 2 is out of bounds": lambda: train(own(data=OUTSIDE, model=normed()), **OPTIONS),
     "weight has 16 bits": lambda: own(model=net().half()),

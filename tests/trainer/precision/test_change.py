@@ -224,6 +224,6 @@ def test_what_ends_a_run_without_a_loss_scale_ends_it_before_a_format_with_one(t
 )
 def test_what_a_later_format_cannot_do_is_refused_at_the_start(then: str, why: str) -> None:
     """In words of ``precision.then``: another first format would not help."""
-    refused = f"precision.then={then}{why}; leave precision.then precision.until out$"
+    refused = f"^precision.then={then}: precision={then}{why}; leave precision.then precision.until out$"
     with pytest.raises(UserError, match=refused):
         trainer_of(*BIGNET, "device=cpu", "precision=bf16", f"precision.then={then}", "precision.until=2")
