@@ -115,4 +115,6 @@ class PredictOptions(RunOptions):
 
     @classmethod
     def recipes(cls) -> list[str]:
-        return [name for name, recipe in groups()["recipe"].items() if recipe.mixes_images]
+        from recipes.resnet import ResNet
+
+        return [name for name, recipe in groups()["recipe"].items() if issubclass(recipe, ResNet)]

@@ -14,6 +14,7 @@ from mantissa.display import shortened
 from recipes.data.images import mixing
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.vision import architectures, objective, pretrained
+from recipes.vision.pretrained import Weights
 from trainer.checkpoint.reader import fill
 from trainer.data.contract import Batch
 from trainer.errors import UserError, check_choice, check_number, check_range, no_effect
@@ -102,7 +103,9 @@ class ResNet(Recipe):
         """Choose the architecture, or check the requested one; of open data, say what becomes of pretrained weights."""
         if context.datasets is not None:
             recipe, decisions = self._with_criterion(context.datasets)
-            return recipe, decisions + ([] if self.pretrained is None else [self._about_weights(context.datasets)])
+            if self.pretrained is not None:
+                decisions.append(Decision("init_from", self.pretrained, context.datasets.weights_note))
+            return recipe, decisions
         _image_source(context.data)
         if self.criterion == "auto" and (criterion := context.recorded.get("recipe.criterion")):
             return replace(self, criterion=criterion).resolve(context)
@@ -139,9 +142,8 @@ class ResNet(Recipe):
             self._set_train_size(datasets)
         if self.pretrained is not None:  # opened before the other ranks do, and normalised as the weights need it
             weights = pretrained.open_weights(self.arch, self.pretrained, datasets.image_size)
-            new_head = pretrained.new_head(weights.state, weights.classes, self.arch, datasets)
-            datasets = replace(datasets, mean=weights.mean, std=weights.std, known_classes=weights.classes is not None)
-            datasets = replace(datasets, new_head=new_head, weights_note=weights.note)
+            datasets = replace(datasets, mean=weights.mean, std=weights.std)
+            datasets.weights_note = self._about(weights, datasets)
         if self.mean is None or self.std is None:
             return datasets
         return replace(datasets, mean=tuple(self.mean), std=tuple(self.std))
@@ -156,17 +158,17 @@ class ResNet(Recipe):
         decision = Decision("recipe.criterion", "bce", "an image may have several labels")
         return self.with_options([decision]), [decision] * (self.criterion == "auto")
 
-    def _about_weights(self, datasets: ImageDatasets) -> Decision:
-        """Return what becomes of the pretrained weights."""
-        colours = ", ".join(f"{value:.3g}" for value in (*datasets.mean, *datasets.std))
-        new = f"a new head for {len(datasets.classes)} classes ({', '.join(datasets.new_head)})"
-        why = f"{datasets.weights_note}; " if datasets.weights_note else ""
-        kept = "its head is kept"
-        if not datasets.known_classes:
-            kept += f", whose outputs are taken for {shortened(datasets.classes)}"
-        why += f"{new if datasets.new_head else kept}; images are normalised with {colours}; "
-        why += "set recipe.mean and recipe.std where the weights need others"
-        return Decision("init_from", self.pretrained, why)
+    def _about(self, weights: Weights, datasets: ImageDatasets) -> str:
+        """Return what becomes of the pretrained weights, in words."""
+        colours = ", ".join(f"{value:.3g}" for value in (*(self.mean or weights.mean), *(self.std or weights.std)))
+        if new := pretrained.new_head(weights.state, weights.classes, self.arch, datasets):
+            head = f"a new head for {len(datasets.classes)} classes ({', '.join(new)})"
+        elif weights.classes is None:
+            head = f"its head is kept, whose outputs are taken for {shortened(datasets.classes)}"
+        else:
+            head = "its head is kept"
+        others = "set recipe.mean and recipe.std where the weights need others"
+        return "; ".join(filter(None, (weights.note, head, f"images are normalised with {colours}", others)))
 
     def build_model(self, datasets: ImageDatasets) -> nn.Module:
         """Build the classifier, random or pretrained. Its attribute ``normalise`` makes its input of pixels."""

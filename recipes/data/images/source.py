@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,12 +28,8 @@ class ImageDatasets(Datasets):
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
     """Mean and standard deviation of the three channels, after division by 255; the recipe normalises on the device."""
-    new_head: list[str] = field(default_factory=list)
-    """Names of the weights that pretrained ones do not give, because these data have other classes."""
     weights_note: str = ""
-    """Which tensors of a file the pretrained weights are."""
-    known_classes: bool = True
-    """Whether the pretrained weights say which classes the outputs of their head are."""
+    """What becomes of pretrained weights on these data, in words."""
 
     @property
     def multi_label(self) -> bool:
