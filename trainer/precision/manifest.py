@@ -12,8 +12,8 @@ from torch import nn
 
 from mantissa.display import about, dtype_name, quantity
 from mantissa.formats import FP32
+from mantissa.step.flags import fp32_flags
 from mantissa.tensors import changed_by
-from mantissa.watch.setup import fp32_flags
 from trainer.hardware import EMULATED, Hardware
 from trainer.precision import kernels, scaled
 from trainer.precision.modes import SILENT, Precision
