@@ -17,6 +17,8 @@ _ON_CUDA = (_cudnn, _matmul, _cudnn.conv, _cudnn.rnn)
 _OUTER = (_backends, _cudnn)
 _OPERATORS = (*_ON_CUDA[1:], _mkldnn.matmul, _mkldnn.conv, _mkldnn.rnn)
 """Of these, a flag that is ``none`` reads as one of those outside."""
+_BY_DEVICE = {"cuda": ("cuda.matmul", "cudnn.conv", "cudnn.rnn"), "cpu": ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")}
+"""Flags of torch.backends that decide how a kind of device multiplies fp32 numbers."""
 _REDUCTIONS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
 
 
@@ -33,6 +35,12 @@ def set_flags(number: Number) -> None:
         place.fp32_precision = "tf32" if number is TF32 and place in _ON_CUDA else "ieee"
     for name in _REDUCTIONS:
         setattr(_matmul, name, False)
+
+
+def fp32_flags(kind: str) -> dict[str, str]:
+    """Return how a kind of device, ``cuda`` or ``cpu``, multiplies fp32 numbers, by the name in ``torch.backends``."""
+    split = {name: name.split(".") for name in _BY_DEVICE.get(kind, ())}
+    return {name: getattr(getattr(torch.backends, one), two).fp32_precision for name, (one, two) in split.items()}
 
 
 @contextmanager

@@ -24,11 +24,12 @@ from mantissa.formats import FORMATS, TF32, computing_in
 from mantissa.names import format_name
 from mantissa.step.loop import Loss
 from mantissa.tensors import changed_by, check_model, finite, innermost, numbers_in
+from mantissa.watch.first_step import FirstStep
 from mantissa.watch.hooks import Listener, observing
 from mantissa.watch.meters import Measured, Meters, are_finite, side_by_side
 from mantissa.watch.passes import Pass, WatchedStep, call, loss_in, unwrapped, without_targets
 from mantissa.watch.scale import LossScale
-from mantissa.watch.setup import FirstStep, Setup, policies, read_setup, refuses_to_unscale
+from mantissa.watch.setup import Setup, policies, read_setup, refuses_to_unscale
 from mantissa.watch.snapshot import Snapshot
 
 UNREACHED = 50
@@ -94,16 +95,8 @@ class Watch:
         hears = isinstance(inner, torch.optim.Optimizer) and hasattr(inner, "_optimizer_step_pre_hooks")
         one = "one optimizer of torch (of several, give each a Watch of its own; of a wrapper, the one inside)"
         check_type("optimizer", optimizer, hears, one)
-        check_type("scaler", scaler, scaler is None or hasattr(scaler, "is_enabled"), "the loop's GradScaler")
-        check_number("every", every, 50)
-        check_type("loss", loss, loss is None or callable(loss), "a function, called as loss(model, batch)")
         self._precision = None if precision is None else format_name(precision)
-        if self._precision is not None and self._precision not in FORMATS:
-            raise UsageError(f"precision={precision!r} is unknown; use one of {', '.join(FORMATS)}")
-        if Path(folder).exists() and not Path(folder).is_dir():
-            raise UsageError(f"folder={str(folder)!r} is a file; give a folder for reports")
-        if on_failure not in ("raise", "warn"):
-            raise UsageError(f"on_failure={on_failure!r} is unknown; use 'raise' or 'warn'")
+        _check_options(scaler, every, self._precision, loss, Path(folder), on_failure)
         self._every, self._loss, self._say = every, loss, say
         self._folder, self._raises, self._build = Path(folder), on_failure == "raise", build
 
@@ -535,3 +528,18 @@ class Watch:
                 failed=True,
                 checks=(SWEEP, MANIFEST, RANGE, ISLANDS),
             )
+
+
+def _check_options(
+    scaler: Any, every: int, precision: str | None, loss: Loss | None, folder: Path, on_failure: str
+) -> None:
+    """Refuse, by a ``UsageError``, options of a Watch that cannot work."""
+    check_type("scaler", scaler, scaler is None or hasattr(scaler, "is_enabled"), "the loop's GradScaler")
+    check_number("every", every, 50)
+    check_type("loss", loss, loss is None or callable(loss), "a function, called as loss(model, batch)")
+    if precision is not None and precision not in FORMATS:
+        raise UsageError(f"precision={precision!r} is unknown; use one of {', '.join(FORMATS)}")
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"folder={str(folder)!r} is a file; give a folder for reports")
+    if on_failure not in ("raise", "warn"):
+        raise UsageError(f"on_failure={on_failure!r} is unknown; use 'raise' or 'warn'")

@@ -12,8 +12,8 @@ from torch import nn
 
 from mantissa.display import dtype_name
 from mantissa.formats import FP32
+from mantissa.step.flags import fp32_flags
 from mantissa.tensors import changed_by
-from mantissa.watch.setup import fp32_flags
 from trainer.hardware import Hardware
 from trainer.precision import scaled
 from trainer.precision.modes import SILENT, Precision

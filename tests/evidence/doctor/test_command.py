@@ -168,15 +168,6 @@ def test_what_takes_too_long_says_how_much_time_to_give() -> None:
     assert parts.left_out == ["divergence (it takes about 80 s; set time_budget=140s)"]
 
 
-def test_the_defaults_of_an_optimizer_are_those_of_its_choice_where_it_has_them() -> None:
-    weights = [nn.Parameter(torch.zeros(1))]
-    sgd, adamw = torch.optim.SGD(weights), torch.optim.AdamW(weights)
-    assert Overrides(Optimizer(name="SGD"), Precision(), None).default(sgd, "momentum") == 0.9
-    of_run = Overrides(Optimizer(name="AdamW"), Precision(), None)
-    assert (of_run.default(adamw, "betas"), of_run.default(adamw, "eps")) == ((0.9, 0.95), 1e-8)
-    assert Remedies().default(adamw, "betas") == (0.9, 0.999)
-
-
 def test_a_check_up_before_a_run_writes_no_run(tmp_path: Path, said: Said) -> None:
     code, lines = said(*BIGNET, "precision=bf16", f"output_dir={tmp_path}", "check=formats,manifest", "step=2")
     assert code == 0

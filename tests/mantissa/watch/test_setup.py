@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import mantissa
 from mantissa.formats import FORMATS, FP32
 from mantissa.step.flags import flags_of
+from mantissa.watch.first_step import FirstStep
 from mantissa.watch.scale import LossScale
-from mantissa.watch.setup import FirstStep, Setup, flags_differ, read_setup
+from mantissa.watch.setup import Setup, flags_differ, read_setup
 
 BF16, FP16 = torch.bfloat16, torch.float16
 Made = Callable[["Net"], torch.optim.Optimizer]

@@ -14,8 +14,7 @@ from evidence.doctor.step import step_of
 from inference.load import open_exported
 from inference.run_config import configure
 from mantissa.formats import FORMATS, FP32
-from mantissa.step.flags import flags_of
-from mantissa.watch.setup import fp32_flags
+from mantissa.step.flags import flags_of, fp32_flags
 from tests.helpers import BIGNET, GPT2, compose, copied, same_bits, trainer_of
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
