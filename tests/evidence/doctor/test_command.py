@@ -20,7 +20,6 @@ from evidence.doctor.step import Overrides
 from evidence.runs import merge_overrides
 from mantissa.doctor import budget
 from mantissa.doctor.checks import COMPILES, HALF_WEIGHTS, TABLE
-from mantissa.step.remedies import Remedies
 from recipes.bignet import BigNet
 from tests.helpers import compose
 from trainer.config.compose import compose as compose_typed
