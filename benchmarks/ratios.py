@@ -43,7 +43,7 @@ DOCUMENTED = (
     ("python scripts/train.py recipe=resnet recipe.arch=resnet18 steps=60", "valid/top1", "%"),
     ("python scripts/train.py recipe=gpt2 precision=bf16", "valid/loss", "nats"),
 )
-"""The first commands of README and docs/getting-started.md, the metric that each reaches, and its unit."""
+"""The first commands of README, the metric that each reaches, and its unit."""
 
 
 def precision(bench: Bench, jobs: Sequence[Job] = ()) -> Iterator[Row]:
