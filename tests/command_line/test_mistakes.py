@@ -337,7 +337,7 @@ reproduce | claim=bignet_memory steps=3 | a claim's file fixes all other options
 reproduce | claim=shakespeare_cpu device=cpu | it needs data.path=…
 reproduce claim=bignet_memory | device=tpu | -
 evaluate | - | missing required option: run; give a run folder, such as outputs/ended
-generate | nowhere | there is no such folder; give a run folder (outputs has none of gpt2, llama, causal_lm, t5
+generate | nowhere | there is no such folder; give a run folder (outputs has none of … llama
 evaluate | 'outputs\ended' | there is no such file or folder; set run=outputs/ended
 evaluate | nowhere | run=nowhere: there is no such folder
 evaluate | ended | run=ended: there is no such folder; set run=outputs/ended
