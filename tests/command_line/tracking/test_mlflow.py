@@ -143,7 +143,7 @@ def test_resuming_continues_the_same_run_and_duplicates_no_point(
 
     assert points(store) == {"run": once(13)}
     assert points(store, "valid/loss") == {"run": Counter([2, 4, 6, 8, 13])}
-    assert points(store, "train/other") == {"run": Counter([8])}
+    assert points(store, "other") == {"run": Counter([8])}
     assert first.run.run_id
     run = connect(store).get_run(first.run.run_id)
     assert run.info.status == "FINISHED"
