@@ -22,6 +22,7 @@ from benchmarks.rows import Bench, Row
 from trainer.config.compose import compose
 from trainer.config.options import run
 from trainer.config.settle import plan_of
+from trainer.data.loader import OnDeviceLoader
 from trainer.errors import RunError
 from trainer.hardware import Hardware, detect
 from trainer.parallel.compile import Compile
@@ -128,6 +129,14 @@ def test_a_run_pauses_while_the_bare_loop_has_its_turn(tmp_path: Path, monkeypat
 # --- other frameworks ---
 
 GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64")
+
+
+def test_the_programs_of_a_job_have_samples_for_every_step() -> None:
+    for hardware in (CPU, Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))):
+        for job in peers.peers_jobs(Bench(hardware, 1, Path())):
+            plan = plan_of(job.config("precision=bf16", f"steps={job.steps}"), hardware)
+            assert plan.batching.accumulation == 1
+            assert not isinstance(plan.config.loader, OnDeviceLoader), "it takes one batch again and again"
 
 
 @pytest.mark.parametrize(
