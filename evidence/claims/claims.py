@@ -27,7 +27,7 @@ from trainer.precision.kernels import not_timed_here
 CONFIRMED, REFUTED = "CONFIRMED", "REFUTED"
 CLAIMS = PROJECT / "evidence" / "claims" / "published"
 QUIET = ("tracking=local", "checkpoint=none")
-"""Overrides of every run: neither tracking nor saving is measured, and nobody reads a generated sample."""
+"""Overrides of every run: neither tracking nor saving is measured."""
 _PRECISION = "precision="
 _MEMORY_IS_SOLD_AS = 0.92
 """Share of its memory that a card reports: one sold as 80 GB has 79 GiB."""

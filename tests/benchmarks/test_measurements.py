@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks import bench, loops, overhead, peers, ratios, rows
 from benchmarks import nanogpt as nanogpt_module
-from benchmarks.jobs import BIGNET, TINY_MLP, BareLoop, Job, gpt2_job, resnet_job, shakespeare
+from benchmarks.jobs import BIGNET, MAX_NORM, TINY_MLP, BareLoop, Job, gpt2_job, resnet_job, shakespeare
 from benchmarks.nanogpt import AGAIN, BLOCKS, DEFAULT, PLAIN, PlainLoop, PlainShape, _plain, nanogpt_steps
 from benchmarks.rows import Bench, Row
 from trainer.config.compose import compose
 from trainer.config.options import run
 from trainer.config.settle import plan_of
+from trainer.data.loader import OnDeviceLoader
 from trainer.errors import RunError
 from trainer.hardware import Hardware, detect
 from trainer.parallel.compile import Compile
@@ -130,6 +132,14 @@ def test_a_run_pauses_while_the_bare_loop_has_its_turn(tmp_path: Path, monkeypat
 GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64")
 
 
+def test_the_programs_of_a_job_have_samples_for_every_step() -> None:
+    for hardware in (CPU, Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))):
+        for job in peers.peers_jobs(Bench(hardware, 1, Path())):
+            plan = plan_of(job.config("precision=bf16", f"steps={job.steps}"), hardware)
+            assert plan.batching.accumulation == 1
+            assert not isinstance(plan.config.loader, OnDeviceLoader), "it takes one batch again and again"
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -149,6 +159,30 @@ def test_the_bare_program_trains_what_the_trainer_trains(overrides: tuple[str, .
     theirs = workload.model(*next(iter(workload.loader())))
     # transformers' loss leaves the last token of each sample out
     assert theirs.item() == pytest.approx(ours.item(), rel=0.02)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_the_bare_program_computes_in_the_precision_that_is_asked_for_and_clips(
+    precision: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    bench, job = Bench(CPU, 1, tmp_path), Job("small", (*GPT2, "batch_size=4"), steps=4)
+    file = peers.write_workload(bench, job, peers._options(bench, job, precision), tmp_path / "workload.pt")
+    workload = loops.Workload(file, job.steps)
+    meter, logits, norms = loops.Meter(workload), [], []
+    workload.model.plain.lm_head.register_forward_hook(lambda *given: logits.append(given[-1].dtype))
+
+    def see(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        gradients = [weight.grad for group in optimizer.param_groups for weight in group["params"]]
+        norms.append(torch.nn.utils.get_total_norm(gradients).item())
+
+    handle = register_optimizer_step_pre_hook(see)
+    try:
+        loops.LOOPS["bare"](workload, meter)
+    finally:
+        handle.remove()
+    assert logits == [dtype] * job.steps
+    assert norms == pytest.approx([MAX_NORM] * job.steps, rel=1e-4)  # those of new weights are larger
+    assert meter.result()["loss"] > 0
 
 
 def test_programs_take_turns_and_one_that_trains_otherwise_or_fails_is_named(

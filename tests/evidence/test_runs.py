@@ -143,7 +143,8 @@ def test_a_run_that_was_interrupted_ends_the_comparison(tmp_path: Path, monkeypa
 def test_an_edit_of_what_runs_are_made_of_is_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evidence.runs.PROJECT", tmp_path)
     own = tmp_path / "own"
-    files = [tmp_path / "trainer" / "a.py", tmp_path / "conf" / "b.yaml", own / "mine.py", own / "conf" / "c.yaml"]
+    files = [tmp_path / folder / "a.py" for folder in ("mantissa", "trainer", "recipes", "scripts")]
+    files += [tmp_path / "conf" / "b.yaml", own / "mine.py", own / "conf" / "c.yaml"]
     for path in files:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()

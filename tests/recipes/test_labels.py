@@ -50,7 +50,13 @@ def labels_of(data: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "content", [PLAIN, "\ufeff" + PLAIN.replace(",", ", ").replace("\n", "\r\n\r\n"), PLAIN.replace("\n", ",9\n")]
+    "content",
+    [
+        PLAIN,
+        "\ufeff" + PLAIN.replace(",", ", ").replace("\n", "\r\n\r\n"),
+        PLAIN.replace("\n", ",9\n"),
+        PLAIN.replace(",", " ,").replace("b\n", "b \n", 2),
+    ],
 )
 def test_a_table_of_one_label_an_image(content: str, tmp_path: Path) -> None:
     data = opened(tmp_path, content.replace("label,9", "label,age"))

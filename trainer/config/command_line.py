@@ -259,8 +259,9 @@ def _check_names(override: Override) -> None:
     else:
         chosen = [*map(str, value)] if isinstance(value, list) else ["null" if value is None else str(value)]
     for name in chosen:
-        is_class = key == "recipe" and (name == "own" or external_recipes.find_modules())  # a recipe may have no YAML
-        if name not in known and not is_class:
+        # A recipe may have no YAML, and its class is not imported yet.
+        may_be_a_class = key == "recipe" and isinstance(value_of(f"recipe={name}"), str)
+        if name not in known and not may_be_a_class:
             meaning = format_name(name) if key == "precision" else name
             best, problem = most_like(meaning, known), f"{key}={name} is not a choice ({', '.join(known)})"
             others = dict.fromkeys(best if each == name else each for each in chosen)  # of a sweep the others stay

@@ -284,7 +284,7 @@ class Follower(threading.Thread):
         metrics = [
             Metric(
                 key,
-                value / 2**20 if name.endswith("memory_bytes") else float(value),
+                value / 2**20 if name.endswith("_bytes") and key.endswith("_mib") else float(value),
                 int(line["time"] * 1000),
                 line["step"],
             )

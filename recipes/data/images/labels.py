@@ -83,8 +83,9 @@ def _columns(path: Path, given: str) -> tuple[dict[str, tuple[str, ...]], list[i
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True, skipinitialspace=True)
-            heading = next(reader, [])
-            rows += ((reader.line_num, row) for row in reader if row)
+            lines = ((reader.line_num, [cell.strip() for cell in row]) for row in reader if row)
+            _, heading = next(lines, (0, []))
+            rows += lines
     except (csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{given} cannot be read as a table ({error}); {WANTED}") from error
     except OSError as error:

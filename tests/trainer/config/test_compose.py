@@ -86,6 +86,14 @@ def test_a_name_that_looks_like_a_number_stays_as_it_is(name: str) -> None:
         assert [compose(each).name for each in combinations([f"run_name={name},b"]).values()] == [name, "b"]
 
 
+def test_a_recipe_without_a_yaml_is_known_by_its_class_alone() -> None:
+    """That is not imported when the command line is read; what is no name is refused there, by any sweep of it, too."""
+    assert read(["recipe=tumour"]).value("recipe") == "tumour"
+    for name in ("null", "123", "gpt2,null"):
+        with pytest.raises(UserError, match="is not a choice"):
+            read(["-m", f"recipe={name}"])
+
+
 @pytest.mark.parametrize("number", ["1e3", "1000.0", "1.0E+3", "1_000", "1000"])
 def test_a_whole_number_may_be_typed_like_any_other(number: str) -> None:
     assert compose([f"steps={number}", f"run_name={number}", f"seed={number}"]).name == number

@@ -290,12 +290,12 @@ def test_a_runs_page_begins_with_loss_speed_and_memory(tmp_path: Path) -> None:
         log_batch=lambda run_id, metrics, **_: sent.update((one.key, one.value) for one in metrics)
     )
     line = dict.fromkeys(("loss", "lr", "loss_scale", "tokens_per_s", "step_time_s"), 1.0)
-    line["process_memory_bytes"] = 2.0**21
+    line |= {"process_memory_bytes": 2.0**21, "activation_memory_bytes": 7.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 0.0} | line) + "\n")
     Follower(tmp_path, "sqlite:///", TrackedRun("e", "r", {}, {}))._send_metrics(client, "id")  # type: ignore[arg-type]
     first = [f"train/{name}" for name in ("loss", "tokens_per_s", "step_time_s", "process_memory_mib")]
-    assert [*sent] == [*first, "lr", "loss_scale"]
-    assert sent["train/process_memory_mib"] == 2.0
+    assert [*sent] == [*first, "lr", "loss_scale", "activation_memory_bytes"]
+    assert (sent["train/process_memory_mib"], sent["activation_memory_bytes"]) == (2.0, 7.0)
 
 
 def test_names_of_metrics_that_mlflow_refuses_stay_apart_and_are_said_once(
