@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -46,9 +47,9 @@ def load(source: str, attention: str | None = None) -> tuple[Any, str]:
         import transformers
     except ModuleNotFoundError as error:
         raise UsageError("checkup needs transformers, which is not installed; pip install transformers") from error
-    path = Path(source).expanduser()
-    source = str(path) if source.startswith("~") else source
-    is_path = source.startswith((".", "/")) or source.count("/") > 1 or ("/" in source and path.parent.is_dir())
+    source = os.path.expanduser(source)  # "~" of nobody stays; Path's raises
+    path = Path(source)
+    is_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or ("/" in source and path.parent.is_dir())
     if (is_path or path.exists()) and not (path / "config.json").exists():
         what = "there is no config.json in this folder" if path.is_dir() else "there is no such folder"
         raise UsageError(f"{source}: {what}; {_WANTED}")

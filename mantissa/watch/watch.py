@@ -349,8 +349,10 @@ class Watch:
         if (self.number + 1) % self._every == 0:
             self.meters.begin()
 
-        # The steps that the device is done with.
+        # The steps that the device is done with. Without a copy a replay has the weights of now: then it is waited for.
         now.event = self._mark()
+        if now.event is not None and not self._start.later:
+            now.event.synchronize()
         self._waiting.append(now)
         self._now = WatchedStep()
         while self._waiting and (self._waiting[0].event is None or self._waiting[0].event.query()):

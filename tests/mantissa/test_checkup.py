@@ -113,6 +113,7 @@ def test_why_a_folder_cannot_be_loaded_is_said(
         (["/nowhere/model"], "/nowhere/model: there is no such folder"),
         (["path/to/model"], "path/to/model: there is no such folder"),
         (["~/model"], "{home}/model: there is no such folder"),
+        (["~nobody-here/model"], "~nobody-here/model: there is no such folder"),
         (["nobody/nothing"], "nobody/nothing cannot be loaded: We couldn't connect"),
         (["{empty}"], ": there is no config.json in this folder; give a folder that save_pretrained wrote"),
         (["{speech}"], "a model of type wav2vec2 is no language model"),

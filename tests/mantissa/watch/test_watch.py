@@ -168,6 +168,14 @@ def test_a_bad_step_that_an_accelerator_reports_late_is_replayed_from_its_start(
     assert "input" not in training.said[-1].split("FOUND")[1]
 
 
+def test_without_a_copy_of_the_weights_a_step_is_learnt_of_before_the_next_one_changes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mantissa.Watch, "_mark", lambda watch: Late())
+    training = Training(2, torch.float16, keep_weights=False).train(2)
+    assert training.said[-1].startswith("step 2: The loss is not finite, and its scaler skips the step")
+
+
 def test_weights_that_no_update_has_changed_need_no_copy_for_the_replay() -> None:
     net = Net()
     start = Snapshot(net, torch.optim.SGD(net.parameters()), later=False)

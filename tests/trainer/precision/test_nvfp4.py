@@ -1,6 +1,6 @@
 """NVFP4 beside an exact reference, and the reference (ocp.py) beside torch's own formats.
 
-MXFP8 and fp8 are rounded by torchao: what its products are here is in test_block_products.py.
+MXFP8 and fp8 are rounded by torchao: what its products are here is in test_modules.py.
 """
 
 from __future__ import annotations
