@@ -53,8 +53,11 @@ def column_of(name: str, dataset: Any, kind: str, choice: str | None, fits: Call
     are = "column is" if len(fitting) == 1 else "columns are"
     wrong = f"{len(fitting) or 'no'} {are}" if choice is None else f"{choice} is not a column"
     columns = shortened([f"{column} ({str(dtype)[:60]})" for column, dtype in types.items()], 20)
-    name_it = f"; name it: data.{kind}_column=…" if choice is None else ""
-    raise UserError(f"data.name={name}: {wrong} of type {kind}; its columns are {columns}; {_WANTED[kind]}{name_it}")
+    ids = "; input_ids are token ids, which data=tokens reads" if kind == "text" and "input_ids" in features else ""
+    raise UserError(
+        f"data.name={name}: {wrong} of type {kind}; its columns are {columns}; {_WANTED[kind]}{ids}",
+        *(f"data.{kind}_column={column}" for column in fitting[:4]),
+    )
 
 
 def text_columns(name: str, dataset: Any, labels: Sequence[str], first: str | None, second: str | None) -> list[str]:

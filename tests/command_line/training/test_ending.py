@@ -114,11 +114,13 @@ def test_a_sweep_that_is_repeated_still_says_what_was_not_learnt(train: Train, f
     """Without a checkpoint it is trained again; with one it is judged by the losses that were kept."""
     for kept in ("checkpoint=none", "checkpoint=default"):
         sweep = ("-m", *BIGNET, "profiler=none", "debug=overfit", "batch_size=2", "steps=3", "optimizer.lr=1e-30", kept)
-        first = train(*sweep, "seed=0")
+        first = train(*sweep, "seed=0,1")
         assert first.code == 1
-        assert summary(folder)["status"] == "FAILED"
-        again = train(*sweep, "seed=0")
+        summaries = [json.loads(path.read_text()) for path in (folder / "outputs").glob("*/summary.json")]
+        assert [each["status"] for each in summaries] == ["FAILED", "FAILED"]
+        again = train(*sweep, "seed=0,1")
         assert (again.code, again.err) == (1, first.err)
+        assert len(os.listdir(folder / "outputs")) == (2 if kept == "checkpoint=default" else 4)
         shutil.rmtree(folder / "outputs")
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from mantissa.formats import FORMATS
 from trainer.errors import NonFiniteError
 from trainer.parallel.world import World
-from trainer.precision.scaler import DynamicScaler
+from trainer.precision.scaler import AutoScaler, DynamicScaler
 from trainer.run import monitor as module
 from trainer.run.monitor import Monitor, NonFiniteGradients
 from trainer.run.step_metrics import STEP_METRICS, StepMetric
@@ -50,6 +51,16 @@ def record(step: int, loss: float = 1.0, skipped: bool = False, scale: float = 6
     norm = math.inf if skipped else 0.5 * step
     tensors = [torch.tensor(value) for value in (loss, norm, skipped, scale)]
     return StepRecord(step, *tensors, lr=step / 1000, units=units)
+
+
+@pytest.mark.parametrize(
+    ("formats", "scaled"), [("fp16", True), ("bf16 fp16", True), ("fp16 bf16", True), ("bf16 fp32", False)]
+)
+def test_a_run_is_scaled_where_one_of_its_formats_is(formats: str, scaled: bool) -> None:
+    monitor = watch(scaler=AutoScaler(), recovers=formats.startswith("fp16"))
+    phases = [SimpleNamespace(format=FORMATS[name]) for name in formats.split()]
+    monitor.trainer.config.precision = SimpleNamespace(phases=phases)  # type: ignore[assignment]
+    assert monitor.ever_scaled == scaled
 
 
 def test_a_loss_that_is_not_finite_is_named_once_where_the_step_is_not_skipped() -> None:
