@@ -275,7 +275,7 @@ REFUSED: dict[str, tuple[str, str | bytes, dict[str, str], tuple[str, ...]]] = {
         "a.jsonl",
         rows(*[{"title": "A novel.", "body": "b" * 9}] * 125),
         {},
-        ("2 columns are of type text", "title (string), body (string)", "name it: data.text_column=…"),
+        ("2 columns are of type text", "title (string), body (string)", "data.text_column="),
     ),
     "no text": ("a.csv", "text,label\n1,2\n3,4\n", {}, ("text (int64), label (int64)", "a string")),
     "lists": ("a.jsonl", rows({"text": ["a"]}), {}, ("text (List",)),
