@@ -115,7 +115,7 @@ def record(step: Step) -> tuple[Replay, Replay, list[Call]]:
         Both replays, and the calls, each after its children.
     """
     few = step.with_microbatches(step.first_samples())
-    low, reference = few.as_run(), few.exact()
+    low, reference = Replay.as_run(few), Replay.exact(few)
     for module in [*low.model.modules(), *reference.model.modules()]:
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]

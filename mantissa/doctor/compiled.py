@@ -28,8 +28,8 @@ def compiled(step: Step, budget: Budget) -> Examined:
         return Examined()
     half = step.format.half
     budget.expect(0 if half else budget.fp64_seconds)
-    eager = _without_dropout(step.as_run())
-    noise = max(_difference(eager, _without_dropout(step.exact())), torch.finfo(half or torch.float32).eps / 2)
+    eager = _without_dropout(Replay.as_run(step))
+    noise = max(_difference(eager, _without_dropout(Replay.exact(step))), torch.finfo(half or torch.float32).eps / 2)
     difference = _difference(_compiled(step), eager)
     why = f"gradients differ from eager by {difference:.2g}, eager from {step.exact_dtype} by {noise:.2g}"
     agrees = difference <= ALLOWED * noise  # NaN does not
@@ -57,7 +57,7 @@ def _difference(gradients: Gradients, expected: Gradients) -> float:
 
 def _compiled(step: Step) -> Gradients:
     """Return the gradients of the compiled model. The switches are the run's; inductor draws eager's random numbers."""
-    replay = step.as_run()
+    replay = Replay.as_run(step)
     mixed = bool(replay.fp32_modules or step.fp32_ops)
     torch._dynamo.reset()
     compile_in_place(replay.model, mixed=mixed, round_as_eager=step.round_as_eager, fallback_random=True)

@@ -15,6 +15,7 @@ from mantissa.doctor.explosion import SEARCH, at_end, explodes, explosion, losse
 from mantissa.doctor.finding import Cure, Finding
 from mantissa.formats import FP32
 from mantissa.step.batch import Batch
+from mantissa.step.replay import Replay
 from mantissa.step.step import Step
 
 STEPS, MOST_STEPS = 20, 50
@@ -60,7 +61,7 @@ class Standard:
 
     def __init__(self, step: Step, batches: list[list[Batch]]) -> None:
         self._step, self.batches = step, batches
-        replay = step.exact()
+        replay = Replay.exact(step)
         self.exact = losses_of(replay, batches)
         """Losses of the reference, fp64."""
         self.weights = {name: weight.detach().clone() for name, weight in replay.model.named_parameters()}
@@ -87,7 +88,7 @@ class Standard:
 
 
 def _perturbed(step: Step, batches: list[list[Batch]], unit: float, seed: int) -> Tensor:
-    replay = step.exact()
+    replay = Replay.exact(step)
     return torch.tensor(replay.train(replay.perturb(unit, seed, batches)), dtype=torch.float64)
 
 
@@ -148,7 +149,7 @@ class Course:
 
     def _learned(self, cure: Cure, base: Step) -> Cure | None:
         # It is finite as the run takes it.
-        if cure.step.as_run().run_with_backoff().nonfinite:
+        if Replay.as_run(cure.step).run_with_backoff().nonfinite:
             return None
         if not self.count:
             return replace(cure, about=cure.about or NOT_TRAINED)
@@ -157,7 +158,7 @@ class Course:
         standard, changed = self._standard(cure, base), self.start.changed_as(cure.step, base)
         if not standard.exact.isfinite().all() or explodes(standard.exact, standard.exact[:1]):
             return None
-        losses = losses_of(changed.as_run(), standard.batches)
+        losses = losses_of(Replay.as_run(changed), standard.batches)
         # A constant that rounding adds to the loss is not what training learns.
         learned = losses - (losses - standard.exact)[0]
         # Where numbers are large, a format that rounds in every operator leaves the spread, and learns as much.

@@ -124,7 +124,7 @@ def operator_cure(step: Step, operators: list[str], at: dict[str, Any] | None = 
 
 def cast_cures(step: Step) -> Iterator[Cure]:
     """Yield each line of the forward code that asks for 16 bits, with fp32 instead."""
-    for cast in explicit_casts(step.as_run()):
+    for cast in explicit_casts(Replay.as_run(step)):
         at = {"module": cast.module, "line": cast.line}
         yield Cure(f"{NO_CAST}: {cast.line}", step.without_casts(cast.line), at)
 
@@ -248,7 +248,7 @@ def _broken_module(step: Step, modules: list[str], tried_on: list[list[Batch]], 
     in the next step.
     """
     try:
-        replay = step.as_run()
+        replay = Replay.as_run(step)
     except FormatError:  # a module that is never called, such as the output projection of torch's attention
         return modules[-1]
 
@@ -293,7 +293,7 @@ def _is_near_largest(op: Op) -> bool:
 def _cost(step: Step, other: Step) -> str:
     """Return how much more memory another step takes at its peak."""
     peaks = []
-    for replay in (step.as_run(), other.as_run()):
+    for replay in (Replay.as_run(step), Replay.as_run(other)):
         with MemoryLedger(replay.model, replay.optimizer) as ledger:
             replay.run()
         peaks.append(ledger.report().peak_bytes)
@@ -338,7 +338,7 @@ def _innermost(step: Step, trial: Trial) -> list[str]:
     then computes.
     """
     # In which order modules return.
-    replay = step.as_run()
+    replay = Replay.as_run(step)
     order: list[str] = []
     replay.forward(Trace(replay.model, returned=lambda name, *_: order.append(name)))
     innermost: list[str] = []
@@ -370,7 +370,7 @@ def in_half(step: Step) -> dict[tuple[str, str], Line | None]:
 
     Those that cannot be named, as torch calls them only inside of others, are left out.
     """
-    replay = step.as_run()
+    replay = Replay.as_run(step)
     lines: dict[tuple[str, str], Line | None] = {}
 
     def note(op: Op) -> None:
@@ -396,7 +396,7 @@ def line_of_error(step: Step, module: str) -> Line | None:
         step: the step.
         module: its name; an empty string: the whole model.
     """
-    sides = [_results(replay, module) for replay in (step.as_run(), step.exact())]
+    sides = [_results(replay, module) for replay in (Replay.as_run(step), Replay.exact(step))]
     worst, jump, before = None, 0.0, step.format.number.unit_roundoff
     for (name, line, low), (other, _, exact) in zip(*sides, strict=False):
         if name != other or low.shape != exact.shape:

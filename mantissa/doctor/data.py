@@ -11,6 +11,7 @@ from mantissa.doctor.cause import standardize
 from mantissa.doctor.cures import module_cure
 from mantissa.doctor.finding import INPUT, Examined, Finding
 from mantissa.step.batch import batch_key
+from mantissa.step.replay import Replay
 from mantissa.step.step import Step
 from mantissa.step.trace import Op, Trace
 
@@ -36,7 +37,7 @@ def rounded_data(step: Step, share: float = _SIGNAL, columns: bool = False) -> F
 
     With ``columns`` those of a table are judged, each alone.
     """
-    replay = step.as_run()
+    replay = Replay.as_run(step)
     batch = step.microbatches[0]
     judged = {
         name: tensor

@@ -26,7 +26,7 @@ def manifest(step: Step, budget: Budget) -> Examined:
     A fault is a module or an operator that was to be fp32 and ran in 16 bits, weights stored in fewer bits than
     requested, and a sum of the loss that is not fp32.
     """
-    replay = step.as_run()
+    replay = Replay.as_run(step)
     few = step.first_samples()
     with DtypeRecorder(replay.model, _weights_in_fp32(replay)) as recorder:
         replay.run(few)
@@ -82,7 +82,7 @@ def _modules_in_half(replay: Replay, rows: list[Row]) -> Iterator[Finding]:
     for row in rows:
         if row.in_half and _within(row.module, replay.fp32_modules) and not (casts_back and row.op == CAST):
             modules.setdefault(row.module, []).append(row)
-    casts = explicit_casts(step.as_run()) if modules else []
+    casts = explicit_casts(Replay.as_run(step)) if modules else []
     for module, ran in modules.items():
         count = sum(row.calls for row in ran)
         detail = f"{step.remedies.modules(step.fp32_modules)} has it, and {counted(count, 'operator')} ran in 16 bits"
@@ -104,7 +104,7 @@ def _operators_in_half(replay: Replay, rows: list[Row]) -> Iterator[Finding]:
 
 def stored_in_half(step: Step) -> list[Finding]:
     """Return the modules with parameters that are stored in fewer bits than the format asks for."""
-    replay, asked = step.as_run(), step.format.weights
+    replay, asked = Replay.as_run(step), step.format.weights
     low: dict[tuple[str, str], list[str]] = {}
     for name, parameter in replay.model.named_parameters():
         module = name.rpartition(".")[0]
@@ -173,7 +173,7 @@ def casts_in_update(step: Step) -> list[str]:
         if op.asks_for_half and op.line is not None:
             lines.setdefault(str(op.line))
 
-    replay = step.as_run()
+    replay = Replay.as_run(step)
     result = replay.run()
     replay.built.stand_before(step)
     with Trace(None, note):

@@ -26,7 +26,7 @@ from mantissa.formats import FORMATS, computing_in
 from mantissa.names import format_name
 from mantissa.step.ledger import MemoryLedger
 from mantissa.step.loop import LoopStep, Loss
-from mantissa.step.replay import ReplayResult
+from mantissa.step.replay import Replay, ReplayResult
 from mantissa.step.step import Step
 from mantissa.tensors import (
     changed_by,
@@ -214,7 +214,7 @@ def _pulled(batches: Iterable[Any], accumulate: int) -> list[Any]:
 def _check_loss(step: Step) -> None:
     """Refuse a loss that raises in fp32 as well what no operator of torch raises for the dtypes of its tensors."""
     try:
-        step.in_format(FORMATS["fp32"]).as_run().forward()
+        Replay.as_run(step.in_format(FORMATS["fp32"])).forward()
     except (TypeError, AttributeError, LookupError, NameError, ValueError) as error:
         raise UsageError(f"loss is called as loss(model, batch), and raises {described(error)}") from error
 
@@ -230,7 +230,7 @@ def take(step: Step, began: str = "its beginning", backs_off: bool = True) -> Ta
     Raises:
         UsageError: the step cannot be replayed, or trains nothing.
     """
-    replay = step.as_run()
+    replay = Replay.as_run(step)
     result: ReplayResult | None = None
     ledger = MemoryLedger(replay.model, replay.optimizer)
     for mode in (ledger, nullcontext()):  # in no mode, where an operator does not run in one

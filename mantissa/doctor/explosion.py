@@ -60,7 +60,7 @@ def explosion(
         return None
 
     # It has no other cause where it learns beside weights that stand still.
-    still = losses_of(step.at_rate(0.0).reference(), batches)
+    still = losses_of(Replay.reference(step.at_rate(0.0)), batches)
     grows = explodes(exact, still)
     share = 0.0 if grows else _learned(exact, still)
     clear = _NO_PROGRESS if share < -_NO_PROGRESS else _CLEAR_PROGRESS
@@ -130,9 +130,9 @@ def _causes(step: Step, batches: list[list[Batch]], grows: bool) -> Iterator[Fin
 
 def _factors(step: Step, grows: bool) -> Iterator[Finding]:
     """Yield the loss, times a constant: too large for the optimizer, or gradients below its eps."""
-    factor, line = _factor(step.reference())
+    factor, line = _factor(Replay.reference(step))
     detail, cure = f"if the gradients are not multiplied by {factor:g}, as the loss is", "no factor in this line"
-    gradients = step.exact().true_gradients() if step.eps and not grows else {}
+    gradients = Replay.exact(step).true_gradients() if step.eps and not grows else {}
     largest = max((gradient.abs().max().item() for name, gradient in gradients.items() if name), default=0.0)
     small = 0 < largest < step.eps
     if small and largest < factor * step.eps:  # a factor in a line is not the reason, or not the only one
@@ -154,7 +154,7 @@ def _cure(text: str, step: Step, data: Callable[[Batch], Batch] | None = None) -
 def _without(cause: Finding, step: Step, batches: list[list[Batch]]) -> Tensor:
     """Return the losses of a step without a cause, in the reference, fp64; they have the factor of the run's."""
     (cure,) = cause.candidates
-    return step.loss_factor / cure.step.loss_factor * losses_of(cure.step.exact(), cure.of(batches))
+    return step.loss_factor / cure.step.loss_factor * losses_of(Replay.exact(cure.step), cure.of(batches))
 
 
 def losses_of(replay: Replay, batches: list[list[Batch]]) -> Tensor:
@@ -164,7 +164,7 @@ def losses_of(replay: Replay, batches: list[list[Batch]]) -> Tensor:
 
 def _largest_state(step: Step) -> tuple[str, str, float]:
     """Return the parameter and the key of the state that is the largest beside the gradient, and how many times."""
-    gradients = step.reference().run().gradients
+    gradients = Replay.reference(step).run().gradients
     sizes = []
     for name, state in step.moments.items():
         gradient = gradients.get(name)

@@ -134,12 +134,12 @@ def fp16_range(step: Step, budget: Budget) -> Range:
 
     A weight gradient that changes by half or more where weights change by one rounding is noise, and is not judged.
     """
-    reference = step.reference()
+    reference = Replay.reference(step)
     few = step.first_samples()
     if not step.format.needs_loss_scale:
         return Range(rows=tuple(_exponents(reference, few)))
     layers = _exponents(reference, step.microbatches)
-    half = _in_fp16(step.as_run())
+    half = _in_fp16(Replay.as_run(step))
     for layer in layers:
         layer.half = layer.name in half
 

@@ -24,7 +24,7 @@ _PROPORTIONAL = 0.1
 
 def gradients(step: Step, budget: Budget) -> Examined:
     """Return what is wrong with the gradients of a step in fp32 on their way to the optimizer."""
-    reference = step.reference()
+    reference = Replay.reference(step)
     exact = reference.run()
     once = exact.gradients = {name: gradient.clone() for name, gradient in exact.gradients.items()}
     weights = [name for name, weight in reference.model.named_parameters() if weight.requires_grad]
@@ -50,7 +50,7 @@ def gradients(step: Step, budget: Budget) -> Examined:
 
 def _cast(step: Step, exact: ReplayResult) -> list[Finding]:
     """Return a finding where the backward pass casts to 16 bits in fp32 too, and the gradients are wrong by it."""
-    replay = step.replay(plain(FP32))
+    replay = Replay.in_format(step, plain(FP32))
     replay.scale = step.scale
     try:
         result = replay.run()

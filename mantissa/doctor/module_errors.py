@@ -122,7 +122,7 @@ def module_errors(step: Step, budget: Budget) -> Examined:
         raise LeftOutError("; ".join(examined.left_out) or "no module computes")
     findings = tuple(
         replace(finding, line=finding.line or str(line_of_error(step, finding.module) or ""))
-        for finding in name_overflows(step.as_run(), examined.findings)
+        for finding in name_overflows(Replay.as_run(step), examined.findings)
     )
     # A cure has to remove these errors, whatever harm is left.
     harmless = {row.module for row in examined.rows if row.ratio > 1} - {finding.module for finding in findings}
@@ -132,7 +132,7 @@ def module_errors(step: Step, budget: Budget) -> Examined:
 def _errors_beside(harmless: frozenset[str], step: Step) -> Examined:
     """Return the errors of modules but for some."""
     errors = [error for error in local_errors(step).findings if error.module not in harmless]
-    return Examined(findings=name_overflows(step.as_run(), errors))
+    return Examined(findings=name_overflows(Replay.as_run(step), errors))
 
 
 def local_errors(step: Step) -> Examined:
@@ -176,7 +176,7 @@ def harmful_errors(step: Step) -> Examined:
     if not local.findings:
         return local
     with without_dropout():
-        exact, low = step.reference().true_gradients(), step.as_run()
+        exact, low = Replay.reference(step).true_gradients(), Replay.as_run(step)
         errors = gradient_errors(low.true_gradients(), exact)
     # The error from which on a gradient is wrong; that of few elements is that of their sums by chance.
     wrong = {name: e for name, e in errors.items() if e > (HARM if exact[name].numel() > _FEW else _HARM_OF_FEW)}
@@ -208,7 +208,7 @@ def _fixes(step: Step, modules: list[str], wrong: dict[str, float], exact: Gradi
     fixed: dict[str, float] = {}
     if wrong and all(modules) and step.format.half is not None:
         with suppress(FormatError, RuntimeError), without_dropout():
-            fixed = gradient_errors(step.in_fp32(modules).as_run().true_gradients(), exact)
+            fixed = gradient_errors(Replay.as_run(step.in_fp32(modules)).true_gradients(), exact)
     return any(fixed.get(name, 0.0) < e / 2 for name, e in wrong.items())
 
 

@@ -59,8 +59,10 @@ class FormatTrial:
     def replay(self, step: Step, scale: float) -> Replay:
         """Return a replay of a step in the format: a plain one on fp32 weights, any other as the run takes it."""
         if self.format is None:
-            return step.reference(torch.float64)
-        replay = step.replay(self.format) if self.format is plain(self.format.number) else step.as_run()
+            return Replay.reference(step, torch.float64)
+        replay = (
+            Replay.in_format(step, self.format) if self.format is plain(self.format.number) else Replay.as_run(step)
+        )
         replay.scale = scale
         return replay
 
@@ -256,7 +258,7 @@ def _at_first_scale(step: Step, as_run: FormatTrial, budget: Budget) -> tuple[Fi
 
 def at_its_scale(step: Step) -> Examined:
     """Return the fault of a step that is not finite at its own loss scale."""
-    if not step.as_run().run().nonfinite:
+    if not Replay.as_run(step).run().nonfinite:
         return Examined()
     return Examined(findings=(Finding(NOT_FINITE, BACKWARD, "", step.format.name),))
 

@@ -63,7 +63,7 @@ def _judged(standard: Standard, step: Step) -> Examined:
     """Train as a step says, and compare the losses with the standard's."""
     # Where the loss leaves the spread, or what is learned is lost.
     batches, exact, (middle, limit) = standard.batches, standard.exact, standard.spread
-    replay = step.as_run()
+    replay = Replay.as_run(step)
     losses = losses_of(replay, batches)
     alone = step.format.number is FP32
     first = leaves(losses, middle, limit)
@@ -78,7 +78,7 @@ def _judged(standard: Standard, step: Step) -> Examined:
     if first == 0 and not worse and ((losses - middle).abs() < WRONG_LOSS * middle.abs())[0]:
         low, wide = (
             torch.cat([gradient.flatten() for gradient in side.true_gradients().values()][:-1])  # without the loss
-            for side in (step.as_run(), step.exact())
+            for side in (Replay.as_run(step), Replay.exact(step))
         )
         error = relative_error(low, wide)
         if error < HARM:
@@ -141,10 +141,10 @@ def _first_infinite(losses: Tensor) -> int:
 
 def _broken_later(step: Step, batches: list[list[Batch]], count: int, format: Format | None = None) -> Finding | None:
     """Return the fault of a step that is not finite after ``count`` steps; ``format`` None: as the run takes it."""
-    replay = step.replay(format) if format else step.as_run()
+    replay = Replay.in_format(step, format) if format else Replay.as_run(step)
     replay.train(batches[:count])
-    later = step.after(replay, count)
-    broken = later.replay(format) if format else later.as_run()
+    later = replay.after(count)
+    broken = Replay.in_format(later, format) if format else Replay.as_run(later)
     broken.run_with_backoff()
     finding = find_origin(broken, (format or step.format).name)
     if finding is None:

@@ -29,7 +29,7 @@ def updates(step: Step, budget: Budget) -> Examined:
     """
     if not step.format.only_half:
         return Examined()
-    replay = step.as_run()
+    replay = Replay.as_run(step)
     name = type(replay.optimizer).__name__
     if not is_elementwise(name):
         raise FormatError(f"{name} treats elements together")
@@ -96,14 +96,14 @@ _LOST = 0.5
 
 def state_updates(step: Step, budget: Budget) -> Examined:
     """Return the 16-bit buffers and frozen weights whose updates in the forward pass are lost by rounding."""
-    replay = step.as_run()
+    replay = Replay.as_run(step)
     if not any(tensor.dtype.itemsize == 2 for tensor in _state(replay).values()):
         return Examined()
     replay.train(step.following(_STEPS))
-    later = step.after(replay, _STEPS)
+    later = replay.after(_STEPS)
 
     # The same step from there: what it changes as the run takes it, and in the reference.
-    low, reference = later.as_run(), later.reference()
+    low, reference = Replay.as_run(later), Replay.reference(later)
     before = {name: tensor.clone() for name, tensor in _state(low).items()}
     changes = []
     for side in (low, reference):

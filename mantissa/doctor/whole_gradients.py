@@ -14,7 +14,7 @@ from mantissa.doctor.finding import ERROR, Examined, Finding
 from mantissa.doctor.limits import WRONG_LOSS
 from mantissa.doctor.module_errors import FACTOR, gradient_errors
 from mantissa.doctor.random import without_dropout
-from mantissa.step.replay import Gradients
+from mantissa.step.replay import Gradients, Replay
 from mantissa.step.step import Step
 from mantissa.step.trace import BACKWARD, FORWARD
 from mantissa.tensors import relative_error
@@ -34,10 +34,10 @@ def whole_gradients(step: Step, budget: Budget) -> Examined:
     seconds = (1 + _PERTURBATIONS) * budget.fp64_seconds if step.format.half is None else 0
     budget.expect(seconds, steps_in_memory=2)
     with without_dropout():
-        reference = step.exact()
+        reference = Replay.exact(step)
         exact = reference.true_gradients()
         rounding = dict.fromkeys(exact, 0.0)  # errors that it explains
-        low = gradient_errors(step.as_run().true_gradients(), exact)
+        low = gradient_errors(Replay.as_run(step).true_gradients(), exact)
         for seed in range(_OF_LOSS if low[""] > WRONG_LOSS else _PERTURBATIONS):
             if seed >= _PERTURBATIONS and not budget.goes_on("perturbations of the loss"):
                 break
@@ -56,7 +56,7 @@ def _mended_loss(step: Step, exact: Gradients, error: float) -> tuple[str, ...]:
         other = other.without_casts(line)
     left = math.inf
     with without_dropout(), suppress(RuntimeError):  # a layer may need the cast
-        left = relative_error(other.as_run().run().loss, exact[""]) if lines else math.inf
+        left = relative_error(Replay.as_run(other).run().loss, exact[""]) if lines else math.inf
     without = f"without the casts to 16 bits in {'; '.join(lines[:_SHOWN])}"
     mends = left < min(error / 4, WRONG_LOSS)
     return (f"the loss has a relative error of {error:.2g}, and of {left:.2g} {without}",) if mends else ()
@@ -64,7 +64,7 @@ def _mended_loss(step: Step, exact: Gradients, error: float) -> tuple[str, ...]:
 
 def _judged(exact: Gradients, rounding: dict[str, float], step: Step) -> Examined:
     with without_dropout():
-        errors = gradient_errors(step.as_run().true_gradients(), exact)
+        errors = gradient_errors(Replay.as_run(step).true_gradients(), exact)
     total = math.hypot(*(gradient.norm().item() for name, gradient in exact.items() if name))
     limits = {name: max(_WRONG if name else WRONG_LOSS, FACTOR * rounding[name]) for name in errors}
     wrong = {

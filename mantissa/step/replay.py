@@ -7,9 +7,9 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import numpy as np
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mantissa.errors import UsageError
-from mantissa.formats import TF32, Format
+from mantissa.formats import FP32, TF32, Format, plain
 from mantissa.step.batch import Batch, map_tensors
 from mantissa.step.flags import flags_of
+from mantissa.step.step import Built, Step
 from mantissa.step.trace import Op, Trace, user_line
 from mantissa.step.updates import UpdateMeter
 from mantissa.step.widened import Widened
@@ -33,9 +34,6 @@ from mantissa.tensors import (
     set_random_state,
     unregistered,
 )
-
-if TYPE_CHECKING:
-    from mantissa.step.step import Built, Step
 
 Gradients = dict[str, Tensor]
 """True gradients of a step by parameter, fp64 and dense, and its loss by an empty name."""
@@ -113,11 +111,54 @@ class Replay:
         """Loss scale, which may be set."""
         self.start()
 
+    @classmethod
+    def in_format(cls, step: Step, format: Format) -> Self:
+        """Return a replay in a format, on fp32 weights, eager and in one process, with a loss scale of 1.
+
+        Modules and operators that compute in fp32 do so where the format has 16 bits.
+
+        Raises:
+            FormatError: the model cannot.
+        """
+        step = step if format.half is not None else replace(step, fp32_modules=[], fp32_ops=[])
+        return cls(step, format, step.build(format, as_run=False))
+
+    @classmethod
+    def as_run(cls, step: Step) -> Self:
+        """Return a replay as the run takes the step, eager: with its stored weights and its loss scale."""
+        return cls(step, step.format, step.build(step.format, as_run=True), as_run=True)
+
+    @classmethod
+    def reference(cls, step: Step, dtype: torch.dtype = torch.float32) -> Self:
+        """Return a replay in fp32 or fp64, in which explicit casts to narrower formats have no effect either."""
+        exact, step = plain(FP32), replace(step, fp32_modules=[], fp32_ops=[])
+        return cls(step, exact, step.build(exact, as_run=False), wide=dtype)
+
+    @classmethod
+    def exact(cls, step: Step) -> Self:
+        """Return the replay that a step's format is compared with."""
+        return cls.reference(step, step.exact_dtype)
+
     def _take(self, step: Step) -> None:
         """Start from what a step starts from."""
         self.step = step
         self.weights = step.stored if self._as_run else step.weights
         """Weights that the model starts from."""
+
+    def after(self, count: int) -> Step:
+        """Return the step that follows ``count`` steps, which this replay has trained, from their weights."""
+        step, kept = self.step, self.masters or self.model
+        return replace(
+            step,
+            number=step.number + count,
+            microbatches=step.following(count + 1)[-1],
+            weights={
+                name: in_dtype(weight.detach().cpu(), torch.float32).clone() for name, weight in kept.named_parameters()
+            },
+            stored={name: tensor.detach().to("cpu", copy=True) for name, tensor in self.model.named_parameters()},
+            buffers={name: buffer.detach().to("cpu", copy=True) for name, buffer in self.model.named_buffers()},
+            scale=self.scale,
+        )
 
     def of(self, step: Step) -> Replay:
         """Return a replay in the same model, at the same scale, of a step that starts from other tensors."""

@@ -10,13 +10,11 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from mantissa.formats import FP32, Format, plain
+from mantissa.formats import Format
 from mantissa.step.batch import Batch, map_tensors
 from mantissa.step.memory import available_bytes
 from mantissa.step.remedies import Remedies
-from mantissa.step.replay import Replay
 from mantissa.step.updates import Masters, UpdateMeter
-from mantissa.tensors import in_dtype
 
 _FAST_FP64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0), (9, 4), (9, 5)}
 """Compute capabilities of GPUs with half as many units for fp64 as for fp32, by their data sheets: P100, V100, A100,
@@ -178,27 +176,7 @@ class Step(Protocol):
         """Return this step with updates of fp32 weights, in a format with the same numbers."""
         ...
 
-    # How it is taken.
-
-    def replay(self, format: Format) -> Replay:
-        """Return a replay in a format, on fp32 weights, eager and in one process, with a loss scale of 1.
-
-        Modules and operators that compute in fp32 do so where the format has 16 bits.
-
-        Raises:
-            FormatError: the model cannot.
-        """
-        step = self if format.half is not None else replace(self, fp32_modules=[], fp32_ops=[])
-        return Replay(self, format, step.build(format, as_run=False))
-
-    def as_run(self) -> Replay:
-        """Return a replay as the run takes the step, eager: with its stored weights and its loss scale."""
-        return Replay(self, self.format, self.build(self.format, as_run=True), as_run=True)
-
-    def reference(self, dtype: torch.dtype = torch.float32) -> Replay:
-        """Return a replay in fp32 or fp64, in which explicit casts to narrower formats have no effect either."""
-        exact, step = plain(FP32), replace(self, fp32_modules=[], fp32_ops=[])
-        return Replay(self, exact, step.build(exact, as_run=False), wide=dtype)
+    # What it is compared with.
 
     @property
     def exact_dtype(self) -> torch.dtype:
@@ -209,10 +187,6 @@ class Step(Protocol):
     def unit_roundoff(self) -> float:
         """That of the coarsest numbers that it multiplies."""
         return self.format.number.unit_roundoff
-
-    def exact(self) -> Replay:
-        """Return the replay that its format is compared with."""
-        return self.reference(self.exact_dtype)
 
     # Other steps.
 
@@ -279,21 +253,6 @@ class Step(Protocol):
     def following(self, count: int) -> list[list[Batch]]:
         """Return the microbatches of this step and of those after it, ``count`` steps in all."""
         return [self.microbatches, *self.batches(self.number + 1, count - 1)]
-
-    def after(self, replay: Replay, count: int) -> Self:
-        """Return the step that follows ``count`` steps, which a replay has trained, from their weights."""
-        kept = replay.masters or replay.model
-        return replace(
-            self,
-            number=self.number + count,
-            microbatches=self.following(count + 1)[-1],
-            weights={
-                name: in_dtype(weight.detach().cpu(), torch.float32).clone() for name, weight in kept.named_parameters()
-            },
-            stored={name: tensor.detach().to("cpu", copy=True) for name, tensor in replay.model.named_parameters()},
-            buffers={name: buffer.detach().to("cpu", copy=True) for name, buffer in replay.model.named_buffers()},
-            scale=replay.scale,
-        )
 
     # What is known of it.
 

@@ -18,6 +18,7 @@ from mantissa.doctor.examine import take
 from mantissa.doctor.finding import UNDERFLOW
 from mantissa.doctor.module_errors import local_errors
 from mantissa.formats import FORMATS
+from mantissa.step.replay import Replay
 from mantissa.step.step import Step
 from mantissa.step.trace import BACKWARD, FORWARD
 from mantissa.watch.setup import Aspect, _scaled_layers
@@ -82,7 +83,9 @@ def test_formats_of_modules_are_examined_and_stay_in_the_cure(mode: str, modules
 def test_another_format_has_only_what_it_can_have() -> None:
     typed = ("precision=nvfp4", "precision.modules={h.0:bf16,ln_f:fp32}", "precision.gradients=bf16")
     step = step_of(trainer_of(*GPT2, *typed))
-    formats = {mode: step.replay(FORMATS[mode]).built.config.precision for mode in ("fp32", "fp16", "bf16", "nvfp4")}
+    formats = {
+        mode: Replay.in_format(step, FORMATS[mode]).built.config.precision for mode in ("fp32", "fp16", "bf16", "nvfp4")
+    }
     assert {mode: found.modules for mode, found in formats.items()} == {
         "fp32": {},
         "fp16": {"ln_f": "fp32"},
@@ -96,7 +99,7 @@ def test_another_format_has_only_what_it_can_have() -> None:
 def test_what_makes_such_a_layer_infinite_is_found() -> None:
     step = with_a_huge_channel("nvfp4")
     step.stored["gpt2.transformer.h.1.mlp.c_fc.weight"][0, 0] = torch.inf
-    finding = find_origin(step.as_run(), "nvfp4")
+    finding = find_origin(Replay.as_run(step), "nvfp4")
     assert finding is not None
     assert finding.place.startswith("gpt2.transformer.h.1.mlp.c_fc"), finding
 

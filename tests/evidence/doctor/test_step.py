@@ -58,7 +58,7 @@ def test_an_attempt_is_the_runs_own_step_every_time(overrides: tuple[str, ...]) 
     if trainer.masters is not None:
         trainer.masters.take_gradients()
     wanted = {name: p.grad for name, p in (trainer.masters or trainer.model).named_parameters() if p.grad is not None}
-    other = step.as_run()
+    other = Replay.as_run(step)
     start = everything(other)
     assert same_bits(start["random"], before)
     for _ in range(2):
@@ -73,7 +73,7 @@ def test_an_attempt_is_the_runs_own_step_every_time(overrides: tuple[str, ...]) 
 @pytest.mark.parametrize("mode", ["bf16_master", "fp64"])
 def test_training_continues_from_a_case_as_the_run_does(mode: str) -> None:
     trainer, microbatches = after_two_steps(*TINY["gpt2"], f"precision={mode}")
-    other = step_of_trainer(trainer).as_run()
+    other = Replay.as_run(step_of_trainer(trainer))
     record = trainer.train_step(microbatches)
     assert other.train([microbatches]) == [record.loss.item()]
     assert same_bits(trainer.model.state_dict(), other.model.state_dict())
@@ -100,7 +100,7 @@ def test_a_run_keeps_its_fp32_products_where_its_reference_has_others() -> None:
         return seen[-1]
 
     with flags_of(TF32):  # a run's, on a GPU
-        run, reference = step.as_run(), step.exact()
+        run, reference = Replay.as_run(step), Replay.exact(step)
         assert (taken(run), taken(reference), taken(run)) == ("tf32", "ieee", "tf32")
 
 
@@ -140,19 +140,21 @@ OTHER_STEPS: dict[str, Callable[[Step], Step]] = {
     "another format": lambda step: step.in_format(FORMATS["bf16"]),
     "modules in fp32": lambda step: step.in_fp32(["0"]),
     "operators in fp32": lambda step: step.in_fp32(operators=["linear"]),
-    "no cast in a line": lambda step: step.without_casts(explicit_casts(step.replay(FORMATS["fp32"]))[0].line),
+    "no cast in a line": lambda step: step.without_casts(
+        explicit_casts(Replay.in_format(step, FORMATS["fp32"]))[0].line
+    ),
     "another scale": lambda step: step.at_scale(2.0**-12),
     "another rate": lambda step: step.at_rate(0.5),
     "another loss": lambda step: step.with_loss_times(0.5),
     "a fresh optimizer": lambda step: step.with_fresh_state(),
     "another batch": lambda step: step.with_microbatches(step.following(2)[1]),
     "other weights": lambda step: step.with_values(lambda tensor: tensor * 1.01),
-    "a later step": lambda step: step.after(trained(step)[0], 2),
+    "a later step": lambda step: trained(step)[0].after(2),
 }
 
 
 def trained(step: Step) -> tuple[Replay, list[float]]:
-    replay = step.as_run()
+    replay = Replay.as_run(step)
     return replay, replay.train(step.following(3))
 
 
@@ -169,12 +171,12 @@ def test_another_step_trains_otherwise_and_leaves_the_first_as_it_is(of: Callabl
 @pytest.mark.parametrize("of", [step_of_a_trainer, step_of_a_loop])
 def test_a_replay_takes_a_step_from_other_tensors_in_the_same_model(of: Callable[[], Step]) -> None:
     step = of()
-    replay = step.as_run()
+    replay = Replay.as_run(step)
     first = copied(replay.run().outputs)
     other = step.with_microbatches(step.following(2)[1]).with_values(lambda tensor: tensor * 1.01)
     shared = replay.of(other)
     assert shared.model is replay.model
-    assert same_bits(copied(shared.run().outputs), copied(other.as_run().run().outputs))
+    assert same_bits(copied(shared.run().outputs), copied(Replay.as_run(other).run().outputs))
     assert same_bits(copied(replay.run().outputs), first)
 
 
@@ -182,7 +184,7 @@ def test_a_replay_takes_a_step_from_other_tensors_in_the_same_model(of: Callable
     ("mode", "exact"), [("bf16", torch.float32), ("bf16_pure", torch.float32), ("fp32", torch.float64)]
 )
 def test_what_is_exact_has_more_bits_than_the_format(mode: str, exact: torch.dtype) -> None:
-    replay = step_of(casting, mode).exact()
+    replay = Replay.exact(step_of(casting, mode))
     assert {parameter.dtype for parameter in replay.model.parameters()} == {exact}
     assert replay.forward().dtype == exact
 
@@ -191,7 +193,7 @@ def test_what_is_exact_has_more_bits_than_the_format(mode: str, exact: torch.dty
 @pytest.mark.parametrize("recipe", TINY)
 def test_backward_operators_belong_to_modules_that_ran(recipe: str, recomputed: str) -> None:
     step = step_of_run(*TINY[recipe], "precision=fp32", f"activation_checkpointing={recomputed}")
-    other = step.replay(FORMATS["fp32"])
+    other = Replay.in_format(step, FORMATS["fp32"])
     places: set[tuple[str, str]] = set()
     products: list[tuple[str, str, list[int]]] = []
 

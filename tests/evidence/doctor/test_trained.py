@@ -20,7 +20,7 @@ from mantissa.doctor.examine import take
 from mantissa.doctor.finding import DIFFERENCE, DTYPE, OVERFLOW
 from mantissa.doctor.module_errors import local_errors
 from mantissa.doctor.sweep import DIFFERS
-from mantissa.step.replay import Gradients
+from mantissa.step.replay import Gradients, Replay
 from mantissa.step.step import Step
 from mantissa.step.trace import FORWARD
 from tests.evidence.doctor.planted import TINY, Planted, step_of, step_of_run
@@ -97,7 +97,7 @@ def test_a_fault_in_the_trainer_is_named(name: str) -> None:
 
 def test_gradients_of_compiled_code_that_are_nan_are_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(step: Step) -> Gradients:
-        return {name: gradient * float("nan") for name, gradient in step.as_run().true_gradients().items()}
+        return {name: gradient * float("nan") for name, gradient in Replay.as_run(step).true_gradients().items()}
 
     monkeypatch.setattr(compiled, "_compiled", broken)
     step = replace(step_of(lambda: nn.Linear(WIDTH, WIDTH)), compiles=True)

@@ -12,12 +12,13 @@ from mantissa.doctor.cause import find_origin
 from mantissa.doctor.finding import NOT_FINITE, OVERFLOW
 from mantissa.doctor.origin import locate
 from mantissa.doctor.tape import Tape
+from mantissa.step.replay import Replay
 from mantissa.step.trace import FORWARD, Trace
 from tests.mantissa.doctor.faults import BATCH, WIDTH, around, error, large_ffn, regression, step_of
 
 
 def test_an_operator_is_found_with_its_place_and_its_way_to_the_loss() -> None:
-    replay = step_of(lambda: around(large_ffn()), "fp16").as_run()
+    replay = Replay.as_run(step_of(lambda: around(large_ffn()), "fp16"))
     origin = locate(replay, "fp16+scaler")
     assert origin is not None
     site = origin.node.site
@@ -45,7 +46,7 @@ class Peak(nn.Module):
 
 
 def test_a_way_that_ends_in_a_buffer_names_it() -> None:
-    finding = find_origin(step_of(Peak, "fp16").as_run(), "fp16")
+    finding = find_origin(Replay.as_run(step_of(Peak, "fp16")), "fp16")
     assert finding is not None
     assert (finding.kind, finding.op, finding.path[-1]) == (OVERFLOW, "aten.mul", "peak")
 

@@ -85,7 +85,7 @@ def test_of_rates_that_were_not_tried_nothing_is_said() -> None:
     step = of_loop("fp32", 1e6)
     batches = step.following(20)
     turns = iter([True, False])  # one rate, of those that rise
-    assert explosion(step, batches, losses_of(step.exact(), batches), lambda: next(turns), failed=True) is None
+    assert explosion(step, batches, losses_of(Replay.exact(step), batches), lambda: next(turns), failed=True) is None
 
 
 def test_a_cure_that_the_reference_has_shown_needs_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,8 +210,8 @@ def test_where_training_rises_what_lets_it_learn_a_little_is_the_cause() -> None
 def test_what_shot_up_and_came_back_is_no_standard_for_a_lower_rate(peak: float, kind: str | None) -> None:
     step = of_loop("fp32", 1.0)
     batches = step.following(30)
-    still = losses_of(step.at_rate(0.0).exact(), batches)
-    lower = losses_of(step.at_rate(0.1).exact(), batches)
+    still = losses_of(Replay.exact(step.at_rate(0.0)), batches)
+    lower = losses_of(Replay.exact(step.at_rate(0.1)), batches)
     exact = still - (still - lower) / 1.5  # learns two thirds of what the lower rate does
     exact[5] = peak * still[5]
     finding = explosion(step, batches, exact, failed=True)

@@ -23,6 +23,7 @@ from mantissa.doctor.finding import OVERFLOW, Finding
 from mantissa.doctor.sweep import at_its_scale
 from mantissa.formats import FORMATS
 from mantissa.step.loop import LoopStep
+from mantissa.step.replay import Replay
 from mantissa.step.trace import FORWARD
 from tests.mantissa.doctor.faults import (
     NARROW,
@@ -128,7 +129,7 @@ def test_what_cures_a_run_that_its_scale_ended_is_finite_at_that_scale_or_lowers
     assert (diagnosis.verdict, as_run.status, as_run.scale < 65536) == ("FOUND", "ok", True), text
     for fault in diagnosis.faults:
         for cure in fault.held:
-            assert not cure.step.as_run().run().nonfinite, text
+            assert not Replay.as_run(cure.step).run().nonfinite, text
 
 
 @pytest.mark.parametrize(("scale", "verdict"), [(65536.0, "FOUND"), (None, "NOT REPRODUCED")])
@@ -186,7 +187,7 @@ def test_islands_are_as_few_as_cure_the_step_and_have_a_price(name: str) -> None
     assert islands is not None, str(Report(result))
     assert (islands.modules, islands.minimal) == (modules, True)
     assert re.search(r"\]\)  \([+-][\d.]+ (B|KiB|MiB)\)$", str(islands)), str(islands)
-    assert not islands.step.as_run().run_with_backoff().nonfinite
+    assert not Replay.as_run(islands.step).run_with_backoff().nonfinite
 
 
 def test_islands_are_told_where_there_was_no_time_to_leave_some_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +227,7 @@ def test_an_operator_is_a_cure_by_a_name_that_torch_has(operator: str, names: li
 def test_the_check_of_a_cure_sees_the_results_that_it_changes() -> None:
     model = Own(lambda own, x: x + (0 * x).sqrt())
     step = LoopStep.copied(model, error, regression(), FORMATS["fp32"], torch.optim.AdamW(model.parameters()))
-    finding, budget = find_origin(step.as_run(), "fp32"), Budget(600, step)
+    finding, budget = find_origin(Replay.as_run(step), "fp32"), Budget(600, step)
     assert finding is not None
     trial = Trial(finding, frozenset(), at_its_scale, step, Course(step, budget), budget)
     assert trial.first(finding.candidates)

@@ -14,6 +14,7 @@ from mantissa.doctor.budget import Budget
 from mantissa.doctor.course import MOST_STEPS, STEPS, leaves, steps_to_train
 from mantissa.doctor.finding import DIVERGENCE, UPDATE, Examined
 from mantissa.doctor.training import divergence
+from mantissa.step.replay import Replay
 from mantissa.step.step import Step
 from mantissa.step.trace import FORWARD
 from tests.mantissa.doctor.faults import WIDTH, Batch, Block, Computes, adamw, around, mean_square, step_of
@@ -83,7 +84,7 @@ def test_a_format_is_not_at_fault_where_fp32_is_not_finite() -> None:
 def test_a_skipped_step_is_taken_again_with_the_same_random_numbers() -> None:
     """Otherwise dropout, not rounding, makes the loss another one than in fp32, where nothing is skipped."""
     case = case_of(lambda: around(nn.Dropout(0.5)), "fp16").at_scale(2.0**30)
-    first = case.as_run()
+    first = Replay.as_run(case)
     assert first.run().nonfinite
     assert examined(case).findings == ()
 

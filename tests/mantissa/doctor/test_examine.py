@@ -75,7 +75,7 @@ def test_a_fresh_state_is_that_of_a_new_optimizer(optimizer: Callable[[nn.Module
         used.step()
     model.load_state_dict(weights)
     step, new = (LoopStep.copied(model, error, batches, FORMATS["fp32"], of) for of in (used, optimizer(model)))
-    losses = [each.reference().train(step.batches(1, 5)) for each in (step, step.with_fresh_state(), new)]
+    losses = [Replay.reference(each).train(step.batches(1, 5)) for each in (step, step.with_fresh_state(), new)]
     assert losses[0] != losses[1] == losses[2]
 
 
@@ -413,7 +413,7 @@ def test_a_step_takes_until_its_device_is_done(monkeypatch: pytest.MonkeyPatch) 
     step = LoopStep.copied(Own(), error, regression(), FORMATS["bf16"])
     assert examine.take(step).seconds == 7.0
     parts = Budget(60, step)
-    parts.run("part", step.as_run().run)
+    parts.run("part", Replay.as_run(step).run)
     assert parts.spent == {"part": 7.0}
 
 

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mantissa.doctor.budget import Budget
 from mantissa.doctor.fp16_range import HIGHEST, LOWEST, Exponents, Range, fp16_range
+from mantissa.step.replay import Replay
 from mantissa.step.step import Step
 from tests.mantissa.doctor.faults import WIDTH, Block, Computes, around, step_of
 
@@ -88,7 +89,7 @@ def test_the_highest_scale_holds_the_largest_gradient_of_any_microbatch() -> Non
     next(iter(step.microbatches[0].values())).mul_(64)
     highest = measured(step).highest
     assert highest is not None
-    replay = step.as_run()
+    replay = Replay.as_run(step)
     replay.scale = 2.0**highest
     assert not replay.run().nonfinite
     replay.scale = 2.0 ** (highest + 2)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mantissa.formats import FORMATS, FP32, TF32, Number
 from mantissa.step.flags import flags_of, set_flags
 from mantissa.step.loop import LoopStep
+from mantissa.step.replay import Replay
 from tests.mantissa.doctor.faults import Batch, Own, error, regression
 
 Setting = Callable[[], None]
@@ -103,12 +104,17 @@ def test_a_format_has_its_own_flags_and_the_run_those_that_it_has() -> None:
     MATMUL.allow_tf32, CUDNN.allow_tf32 = True, True
     setattr(MATMUL, REDUCTIONS[1], True)
     loops = ("tf32", "tf32", True)
-    assert taken(step.as_run()) == {loops}
-    for replay in (step.reference(), step.exact(), step.replay(FORMATS["fp32"]), step.replay(FORMATS["bf16"])):
+    assert taken(Replay.as_run(step)) == {loops}
+    for replay in (
+        Replay.reference(step),
+        Replay.exact(step),
+        Replay.in_format(step, FORMATS["fp32"]),
+        Replay.in_format(step, FORMATS["bf16"]),
+    ):
         assert taken(replay) == {("ieee", "ieee", False)}
-    assert taken(step.in_format(FORMATS["fp32"]).as_run()) == {("ieee", "ieee", False)}  # a cure
+    assert taken(Replay.as_run(step.in_format(FORMATS["fp32"]))) == {("ieee", "ieee", False)}  # a cure
     set_flags(FP32)
     tf32 = LoopStep.copied(model, loss, regression(), FORMATS["tf32"])
-    for replay in (step.replay(FORMATS["tf32"]), tf32.as_run()):
+    for replay in (Replay.in_format(step, FORMATS["tf32"]), Replay.as_run(tf32)):
         assert taken(replay) == {("tf32", "tf32", False)}
-    assert taken(step.as_run()) == {("ieee", "ieee", False)}
+    assert taken(Replay.as_run(step)) == {("ieee", "ieee", False)}

@@ -15,6 +15,7 @@ from inference.load import open_exported
 from inference.run_config import configure
 from mantissa.formats import FORMATS, FP32
 from mantissa.step.flags import flags_of, fp32_flags
+from mantissa.step.replay import Replay
 from tests.helpers import BIGNET, GPT2, compose, copied, same_bits, trainer_of
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
@@ -151,7 +152,7 @@ def test_the_doctor_takes_a_step_in_its_format() -> None:
     for step in (UNTIL - 1, UNTIL):
         steps(trainer, step)
         taken = step_of(trainer)
-        formats.append((taken.number, taken.format.name, taken.scale, taken.as_run().format.name))
+        formats.append((taken.number, taken.format.name, taken.scale, Replay.as_run(taken).format.name))
     assert formats == [(UNTIL, "fp16", 65536.0, "fp16"), (UNTIL + 1, "nvfp4", 1.0, "nvfp4")]
 
 
