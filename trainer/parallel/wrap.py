@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -22,6 +26,8 @@ from trainer.parallel.world import UNSET, World, check_launch, launched_local_ra
 from trainer.precision.modes import Precision
 
 T = TypeVar("T")
+_TELLS_AFTER_S = 2.0
+"""Seconds after which a process that waits for the others of its job says so."""
 
 
 @dataclass
@@ -92,16 +98,13 @@ class ProcessWorld(World):
             if device_type != "cpu":
                 device = torch.device(device_type, launched_local_rank()[0])
                 backend = f"cpu:gloo,{device_type}:{kind_of(device).collectives}"
-            try:
+            with _waiting(timeout):
                 meeting, _, _ = next(dist.rendezvous("env://", timeout=timeout))
                 # A restarted job can use the same store, which still holds the addresses of the earlier processes.
                 store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", meeting)
                 dist.init_process_group(
                     backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout, device_id=device
                 )
-            except (dist.DistStoreError, dist.DistNetworkError) as error:
-                place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-                raise UserError(f"the processes did not meet at {place} ({first_line(error)}); {UNSET}") from error
         self._writers: Any = dist.new_group(backend="gloo", timeout=timeout)
 
     def all_reduce_sums(self, *values: int) -> list[int]:
@@ -157,6 +160,28 @@ class ProcessWorld(World):
         results: list[T] = []
         self.run_on_main(lambda: results.append(work()))  # a result that stays on rank 0 need not be picklable
         return results[0] if self.is_main else work()
+
+
+@contextmanager
+def _waiting(limit: timedelta) -> Iterator[None]:
+    """Say for whom this process waits, unless they come at once: a job that has ended may have left its variables.
+
+    Meanwhile Ctrl-C ends the process, because torch would wait on after a handler of Python's.
+    """
+    address, port, size = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
+    line = f"waiting up to {limit} for all {size} processes at {address}:{port}; Ctrl-C ends this; or, {UNSET}"
+    timer = threading.Timer(_TELLS_AFTER_S, partial(print, line, file=sys.stderr, flush=True))
+    numbers = [signal.SIGINT] * (threading.current_thread() is threading.main_thread())  # others may not set handlers
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    timer.start()
+    try:
+        yield
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise UserError(f"the processes did not meet at {address}:{port} ({first_line(error)}); {UNSET}") from error
+    finally:
+        timer.cancel()
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 @dataclass

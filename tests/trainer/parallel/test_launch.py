@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import re
+import signal
+import sys
+import threading
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -104,3 +109,31 @@ def test_processes_that_do_not_meet_are_one_sentence(error: type[Exception], mon
     words = "the processes did not meet at 127.0.0.1:29500 (address already in use); for one process: unset RANK"
     with pytest.raises(UserError, match=re.escape(words)):
         DDP().world("cpu")
+
+
+@pytest.mark.parametrize("case", SEVERAL)
+def test_a_process_says_for_whom_it_waits_and_how_to_end_that(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables that a job has left are like those of a job whose other processes are late."""
+    given(monkeypatch, SEVERAL[case])
+    told, handlers = threading.Event(), [signal.getsignal(signal.SIGINT)]
+
+    class Told(io.StringIO):
+        def flush(self) -> None:
+            told.set()
+
+    def rendezvous(*_: Any, **__: Any) -> Any:
+        assert told.wait(60)
+        handlers.append(signal.getsignal(signal.SIGINT))
+        raise UserError("nobody came")
+
+    monkeypatch.setattr(sys, "stderr", shown := Told())
+    monkeypatch.setattr(wrap, "_TELLS_AFTER_S", 0.0)
+    monkeypatch.setattr(wrap.dist, "rendezvous", rendezvous)
+    with pytest.raises(UserError, match="nobody came"):
+        DDP(timeout_s=90).world("cpu")
+    assert shown.getvalue() == (
+        "waiting up to 0:01:30 for all 8 processes at 127.0.0.1:29500; Ctrl-C ends this; "
+        "or, for one process: unset RANK WORLD_SIZE\n"
+    )
+    assert handlers[1] == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) == handlers[0]
