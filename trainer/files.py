@@ -231,3 +231,10 @@ def in_use(folder: Path) -> Iterator[None]:
         except TimeoutError:
             raise UserError(f"{folder} is in use by another process; wait until that process ends") from None
         yield
+
+
+def discard(descriptor: int) -> None:
+    """Let what goes to an open stream go nowhere from now on, also what is kept in it."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)

@@ -18,8 +18,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from mantissa.display import duration, quantity
-from trainer.config.text import discard
 from trainer.errors import redacted
+from trainer.files import discard
 
 Advance = Callable[..., None]
 """Takes how much is done, and how much there is where that was not known before; it may be called often."""

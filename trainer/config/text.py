@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from io import TextIOWrapper
+
+from trainer.files import discard
 
 
 def make_printable() -> None:
@@ -20,13 +21,6 @@ def say(text: str, end: str = "\n") -> None:
         print(text, end=end, file=sys.stderr, flush=True)
     except OSError:
         discard(2)
-
-
-def discard(descriptor: int) -> None:
-    """Let what goes to an open stream go nowhere from now on, also what is kept in it."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, descriptor)
-    os.close(null)
 
 
 def listed(text: str) -> list[str]:
