@@ -259,14 +259,19 @@ def _check_names(override: Override) -> None:
     else:
         chosen = [*map(str, value)] if isinstance(value, list) else ["null" if value is None else str(value)]
     for name in chosen:
-        # A recipe may have no YAML, and its class is not imported yet.
-        may_be_a_class = key == "recipe" and isinstance(value_of(f"recipe={name}"), str)
-        if name not in known and not may_be_a_class:
+        if name not in known and not (key == "recipe" and _may_be_a_class(name)):
             meaning = format_name(name) if key == "precision" else name
             best, problem = most_like(meaning, known), f"{key}={name} is not a choice ({', '.join(known)})"
             others = dict.fromkeys(best if each == name else each for each in chosen)  # of a sweep the others stay
             remedy = f"{key}={','.join(others)}"
             raise UserError(problem, *([remedy] if best else []), mistake=shlex.quote(typed))
+
+
+def _may_be_a_class(name: str) -> bool:
+    """Return whether a recipe without a YAML may have this name: a file of recipes then has it in quotes."""
+    files = [*(CONF.parent / "recipes").rglob("*.py"), *external_recipes.find_modules().values()]
+    texts = (file.read_text(encoding="utf-8", errors="ignore") for file in files)
+    return name == "own" or any(f'"{name}"' in text or f"'{name}'" in text for text in texts)
 
 
 def value_of(argument: str) -> Any:

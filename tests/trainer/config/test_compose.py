@@ -10,9 +10,10 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from trainer.config import command_line
 from trainer.config.command_line import quoted, read
 from trainer.config.compose import combinations, compose
-from trainer.config.registration import flatten
+from trainer.config.registration import CONF, flatten
 from trainer.config.resume import check_same
 from trainer.errors import UserError
 from trainer.run_folder import RunFolder
@@ -86,10 +87,16 @@ def test_a_name_that_looks_like_a_number_stays_as_it_is(name: str) -> None:
         assert [compose(each).name for each in combinations([f"run_name={name},b"]).values()] == [name, "b"]
 
 
-def test_a_recipe_without_a_yaml_is_known_by_its_class_alone() -> None:
-    """That is not imported when the command line is read; what is no name is refused there, by any sweep of it, too."""
+def test_a_recipe_without_a_yaml_is_known_by_its_name_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is not imported when the command line is read; what no file names is refused there."""
+    (tmp_path / "conf").symlink_to(CONF)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "tumour.py").write_text('class Tumour(Recipe):\n    name = "tumour"\n')
+    monkeypatch.setattr(command_line, "CONF", tmp_path / "conf")
     assert read(["recipe=tumour"]).value("recipe") == "tumour"
-    for name in ("null", "123", "gpt2,null"):
+    for name in ("null", "123", "gpt2,null", "tumor"):
         with pytest.raises(UserError, match="is not a choice"):
             read(["-m", f"recipe={name}"])
 
