@@ -77,7 +77,7 @@ def train(folder: Path, name: str, *overrides: str) -> list[str]:
 
 
 def timed(folder: Path, name: str, steps: int, *overrides: str) -> list[str]:
-    """Return the words of a training of which the speed and the memory are the answer."""
+    """Return the words of a training whose speed and memory are the answer."""
     # Eight samples are less than a microbatch, so that evaluation is not compiled, too.
     fixed = ["loader=synthetic-on-device", f"steps={steps}", f"eval_every={steps}", "eval_samples=8", "log_every=5"]
     return train(folder, name, *fixed, *overrides)

@@ -67,7 +67,7 @@ def code_digest(recipe_path: str | None = None) -> str:
         files += [*Path(recipe_path).glob("*.py"), *Path(recipe_path).glob("conf/**/*.yaml")]
     digest = hashlib.sha256()
     for path in sorted(files):
-        digest.update(f"{path} {sha256(path)}\n".encode())
+        digest.update(f"{os.path.relpath(path, PROJECT)} {sha256(path)}\n".encode())
     return digest.hexdigest()[:12]
 
 

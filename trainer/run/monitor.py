@@ -248,8 +248,7 @@ class Monitor:
         self._interval = {name: list(state["interval"].get(name, ())) for name in self._interval}
         self._totals = {name: state["totals"].get(name, 0.0) for name in self._totals}
         self._skipped_in_a_row = state["skipped_in_a_row"]
-        losses = state.get("losses", {})  # of an earlier version there are none
-        self.first_loss, self.last_loss = losses.get("first", math.nan), losses.get("last", math.nan)
+        self.first_loss, self.last_loss = state["losses"]["first"], state["losses"]["last"]
 
     def _keep_peak(self, of_steps: bool = True) -> None:
         """Measure the memory of a GPU anew from here on, and keep the peak until now where it is one of steps."""
