@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,11 +41,14 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
         yield found
 
 
-def as_the_doctor(**step: Any) -> None:
+def as_the_doctor(
+    monkeypatch: pytest.MonkeyPatch, fp32_modules: Sequence[str] = (), round_as_eager: bool = False
+) -> None:
     """Compile as the doctor does for a run."""
-    passes = SimpleNamespace(fp32_modules=step.pop("fp32_modules", []), model=torch.nn.Linear(1, 1))
-    step = {"as_run": lambda: passes, "fp32_ops": [], "round_as_eager": False} | step
-    doctor._compiled(SimpleNamespace(**step))  # type: ignore[arg-type]
+    replay = SimpleNamespace(fp32_modules=fp32_modules, model=torch.nn.Linear(1, 1))
+    monkeypatch.setattr(doctor, "Replay", SimpleNamespace(as_run=lambda step: replay))
+    step: Any = SimpleNamespace(fp32_ops=[], round_as_eager=round_as_eager)
+    doctor._compiled(step)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,7 @@ def test_the_fusion_that_gives_wrong_gradients_is_off_where_torch_has_the_bug(
         monkeypatch.setenv(VARIABLE, typed)
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     Compile(mode).apply([torch.nn.Linear(1, 1)], torch.device("cuda"))
-    as_the_doctor()
+    as_the_doctor(monkeypatch)
     run, diagnosed = (each["options"] for each in given)
     assert run.get(KEY, True) is diagnosed.get(KEY, True) is fused
     assert run.get("max_autotune", False) is (mode == "max-autotune")
@@ -91,7 +94,7 @@ def test_the_doctor_compiles_with_the_switches_of_the_run(
     rounding = [Precision("fp8", fp8_scaling=scaling).rounds_as_eager for scaling in ("rowwise", "tensorwise")]
     for mixed, rounds in ((False, rounding[0]), (True, rounding[1])):
         Compile("default").apply([torch.nn.Linear(1, 1)], torch.device("cuda"), mixed, rounds)
-        as_the_doctor(fp32_modules=["head"] * mixed, round_as_eager=rounds)
+        as_the_doctor(monkeypatch, fp32_modules=["head"] * mixed, round_as_eager=rounds)
         run, diagnosed = (each["options"] for each in given[-2:])
         assert diagnosed == run | {"fallback_random": True}
         assert run["emulate_precision_casts"] is rounds
