@@ -1,8 +1,8 @@
-"""One training by another framework, in a process of its own: ``python benchmarks/loops.py NAME WORKLOAD STEPS``.
+"""One training by another framework, in a process of its own: ``python benchmarks/loops.py NAME WORKLOAD LINES``.
 
 Each function is the loop that the framework's documentation shows first, with its defaults: torch's AMP tutorial,
-accelerate's quick tour, transformers' and Lightning's Trainer. Nothing of this project is imported. The last line is
-JSON: ``seconds`` of a step and ``loss``, the means over the second half of the steps.
+accelerate's quick tour, transformers' and Lightning's Trainer. Nothing of this project is imported. The file
+LINES gets JSON with ``step``, and the means of ``step_time_s`` and ``loss`` over the steps since the last line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.nn.functional as F
@@ -23,14 +23,18 @@ MAX_NORM = 1.0
 
 
 class Workload:
-    """What is trained, as ``benchmarks/peers.py`` wrote it: model, weights, samples, rate, precision, device."""
+    """What is trained, as ``benchmarks/peers.py`` wrote it: model, weights, samples, rate, precision, device.
 
-    def __init__(self, file: Path, steps: int) -> None:
+    ``every`` is the number of steps of a line.
+    """
+
+    def __init__(self, file: Path) -> None:
         given = torch.load(file, weights_only=True)
-        self.folder, self.steps = file.parent, steps
+        self.folder, self.every = file.parent, given["every"]
         self.device, self.lr, self.batch_size = torch.device(given["device"]), given["lr"], given["batch_size"]
         self.in_bf16 = given["precision"] == "bf16"
         self.dataset = TensorDataset(*given["samples"])
+        self.steps = len(self.dataset) // self.batch_size
         self.model = _Model(given["config"])
         self.model.plain.load_state_dict(given["weights"])
 
@@ -63,26 +67,29 @@ class _Model(nn.Module):
 
 
 class Meter:
-    """Time and loss of a step in the second half of a training."""
+    """Writes a line every few steps."""
 
-    def __init__(self, workload: Workload) -> None:
-        self.half, self.steps, self.device = workload.steps // 2, workload.steps, workload.device
-        self.at: dict[int, float] = {}
+    def __init__(self, workload: Workload, lines: TextIO) -> None:
+        self.lines = lines
+        self.every, self.device = workload.every, workload.device
+        self.began = time.perf_counter()
         self.losses: list[Tensor] = []
 
-    def after(self, step: int, *loss: Tensor) -> None:
-        """Note the end of a step, counted from 1, and its loss."""
-        if step in (self.half, self.steps):
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            self.at[step] = time.perf_counter()
-        if step > self.half:
-            self.losses += [tensor.detach() for tensor in loss]
+    def after(self, step: int, loss: Tensor) -> None:
+        """Note the loss of a step, counted from 1, at its end."""
+        self.losses.append(loss.detach())
+        if step % self.every == 0:
+            self.line(step, float(torch.stack(self.losses).mean()))
+            self.losses = []
 
-    def result(self) -> dict[str, float]:
-        """Return the mean seconds and loss of a step."""
-        seconds = (self.at[self.steps] - self.at[self.half]) / (self.steps - self.half)
-        return {"seconds": seconds, "loss": float(torch.stack(self.losses).mean())}
+    def line(self, step: int, loss: float) -> None:
+        """Write the line that ends with a step, and its mean loss."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        seconds = (now - self.began) / self.every
+        print(json.dumps({"step": step, "step_time_s": seconds, "loss": loss}), file=self.lines, flush=True)
+        self.began = now
 
 
 def bare(workload: Workload, meter: Meter) -> None:
@@ -133,8 +140,9 @@ def transformers_trainer(workload: Workload, meter: Meter) -> None:
             return {"loss": self.model(*batch)}
 
     class Watched(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-            meter.after(state.global_step)
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **rest: Any) -> None:
+            if "loss" in logs:
+                meter.line(state.global_step, float(logs["loss"]))
 
     def collate(samples: list[tuple[Tensor, ...]]) -> dict[str, list[Tensor]]:
         return {"batch": [torch.stack(tensors) for tensors in zip(*samples, strict=True)]}
@@ -149,7 +157,7 @@ def transformers_trainer(workload: Workload, meter: Meter) -> None:
         per_device_train_batch_size=workload.batch_size,
         learning_rate=workload.lr,
         lr_scheduler_type="constant",
-        logging_steps=workload.steps - meter.half,
+        logging_steps=workload.every,
         save_strategy="no",
         report_to="none",
         remove_unused_columns=False,
@@ -160,8 +168,6 @@ def transformers_trainer(workload: Workload, meter: Meter) -> None:
         WithLoss(), arguments, train_dataset=workload.dataset, data_collator=collate, callbacks=[Watched()]
     )
     trainer.train()
-    # Its log has the mean over logging_steps.
-    meter.losses = [torch.tensor(next(row["loss"] for row in reversed(trainer.state.log_history) if "loss" in row))]
 
 
 def lightning_trainer(workload: Workload, meter: Meter) -> None:
@@ -203,12 +209,11 @@ LOOPS: dict[str, Callable[[Workload, Meter], None]] = {
 }
 
 
-def main(name: str, file: str, steps: str) -> None:
-    """Train, and print what was measured."""
-    workload = Workload(Path(file), int(steps))
-    meter = Meter(workload)
-    LOOPS[name](workload, meter)
-    print(json.dumps(meter.result()))
+def main(name: str, file: str, lines: str) -> None:
+    """Train, and write what is measured."""
+    workload = Workload(Path(file))
+    with open(lines, "w", encoding="utf-8") as output:
+        LOOPS[name](workload, Meter(workload, output))
 
 
 if __name__ == "__main__":

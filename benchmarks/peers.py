@@ -1,4 +1,5 @@
-"""Other frameworks beside the trainer, each as its user runs it: a process of its own, in turns.
+"""Other frameworks beside the trainer, each as its user runs it: in a process of its own, which stands still until
+its next turn.
 
 The model, its initial weights, the samples, learning rate, clipping and precision are the same. Kernels, allocator,
 optimizer's implementation and logging are each program's own: the trainer is ``python scripts/train.py``, the others
@@ -8,21 +9,25 @@ are ``benchmarks/loops.py``, which imports nothing of this project.
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.jobs import MAX_NORM, Job, Workload, gpt2_job
-from benchmarks.rows import Bench, Row, Times, interleave, ratios
-from mantissa.verdict import shell
+from benchmarks.rows import Bench, Row, interleave, ratios
 from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD
 from recipes.resnet import ResNet
 from trainer.errors import RunError
@@ -31,6 +36,8 @@ from trainer.trainer import Trainer
 
 LOOPS = PROJECT / "benchmarks/loops.py"
 MANTISSA, BARE = "Mantissa", "bare"
+SPARE = 4
+"""Lines more than are timed, so that no program ends before its last turn does."""
 ALIKE = 0.02
 """Programs train alike where their losses differ by less than this share: transformers' own loss leaves out the last
 token of each sample, and weight decay is each optimizer's own."""
@@ -62,20 +69,65 @@ FRAMEWORKS = (
 )
 
 
+class Program:
+    """A training in a process group of its own, which stands still until its turn.
+
+    Args:
+        command: what starts it.
+        lines: JSONL that it appends to; those that count have ``step``, ``step_time_s`` and ``loss``.
+        errors: file for what it prints as errors.
+    """
+
+    def __init__(self, command: Sequence[str], lines: Path, errors: Path) -> None:
+        self.lines, self.errors = lines, errors
+        with errors.open("wb") as file:
+            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file, start_new_session=True)
+
+    def turn(self) -> float:
+        """Let it train for two lines, and return the ``step_time_s`` of the second: the pause is in that of the first.
+
+        Raises:
+            RunError: it has ended.
+        """
+        end = len(self.rows()) + 2
+        self._signal(signal.SIGCONT)
+        while len(rows := self.rows()) < end:
+            if self.process.poll() is not None:
+                lines = self.errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+                raise RunError((lines or [f"exit code {self.process.returncode}"])[-1])
+            time.sleep(0.01)
+        self._signal(signal.SIGSTOP)
+        return float(rows[end - 1]["step_time_s"])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return its lines so far."""
+        text = self.lines.read_text(encoding="utf-8") if self.lines.exists() else ""
+        whole = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return [row for row in map(json.loads, whole) if {"step", "step_time_s", "loss"} <= set(row)]
+
+    def close(self) -> None:
+        """Kill it."""
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+
+    def _signal(self, number: int) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, number)
+
+
 def peers_jobs(bench: Bench) -> tuple[Job, ...]:
     """Return a language model of a long and of a short context, and ResNet-50; on a GPU one language model.
 
-    There, loading images would be the limit of the others, which read them in the process that trains. The first half
-    of the steps is not timed: MLflow is imported beside it.
+    There, loading images would be the limit of the others, which read them in the process that trains.
     """
     if bench.hardware.is_gpu:
-        return (replace(gpt2_job(bench.hardware), steps=60),)
+        return (gpt2_job(bench.hardware),)
     language = ("recipe=gpt2", "recipe.size=mini", "data=synthetic", "data.vocab_size=4096")
     vision = ("recipe=resnet", "recipe.arch=resnet50", "data=synthetic", "batch_size=16")
     return (
-        Job("gpt2 mini 16 x 256", (*language, "batch_size=16", "recipe.context=256"), steps=12),
-        Job("gpt2 mini 8 x 64", (*language, "batch_size=8", "recipe.context=64"), steps=100),
-        Job("resnet50 batch 16", vision, steps=10),
+        Job("gpt2 mini 16 x 256", (*language, "batch_size=16", "recipe.context=256")),
+        Job("gpt2 mini 8 x 64", (*language, "batch_size=8", "recipe.context=64"), steps=10),
+        Job("resnet50 batch 16", vision),
     )
 
 
@@ -88,13 +140,12 @@ def peers(bench: Bench, jobs: Sequence[Job] = (), frameworks: Sequence[Framework
 def side_by_side(bench: Bench, job: Job, mode: str, frameworks: Sequence[Framework]) -> Iterator[Row]:
     """Measure the programs of one job in one precision.
 
-    A first round is not timed: it shows which of them cannot run, and whether they train alike.
+    Two turns of each are not timed: the first shows which of them cannot run, the second ends imports beside the steps.
     """
     options = _options(bench, job, mode)
     folder = bench.folder / f"{job.name} {mode}".replace(" ", "-")
     folder.mkdir()
     file = write_workload(bench, job, options, folder / "workload.pt")
-    blocks = {MANTISSA: partial(_train, job, options, folder), BARE: partial(_loop, BARE, file, job.steps)}
     known = {MANTISSA: MANTISSA, BARE: BARE}
     for framework in frameworks:
         shown, why = framework.installed()
@@ -102,33 +153,36 @@ def side_by_side(bench: Bench, job: Job, mode: str, frameworks: Sequence[Framewo
             print(f"  {framework.name}: {why}")
         else:
             known[framework.name] = f"{framework.name} {shown}"
-            blocks[framework.name] = partial(_loop, framework.name, file, job.steps)
-    losses: dict[str, float] = {}
-    for name in list(blocks):
-        try:
-            losses[name] = blocks[name]()["loss"]
-        except RunError as error:
-            if name == BARE:
-                raise
-            yield Row(f"{job.name} {mode}, step of {known[name]} / bare loop", "x", [], f"failed: {error}")
-            del blocks[name]
-
-    def seconds(name: str) -> float:
-        return float(blocks[name]()["seconds"])
-
-    times: Times = interleave({name: partial(seconds, name) for name in blocks}, bench.repeats, warm_up=0)
-    for name in [name for name in blocks if name != BARE]:
-        drift = abs(losses[name] / losses[BARE] - 1)
-        how = f"{job.line(*options)}; the mean of the last {job.steps - job.steps // 2} steps, a process each repeat"
-        how += f"; loss {losses[name]:.3f}, bare {losses[BARE]:.3f}" + ("" if drift < ALIKE else ": NOT alike")
+    with ExitStack() as stack:
+        programs: dict[str, Program] = {}
+        for name in known:
+            program = stack.enter_context(closing(_started(name, job, options, file)))
+            try:
+                program.turn()
+            except RunError as error:
+                if name == BARE:
+                    raise
+                yield Row(f"{job.name} {mode}, step of {known[name]} / bare loop", "x", [], f"failed: {error}")
+            else:
+                programs[name] = program
+        times = interleave({name: each.turn for name, each in programs.items()}, bench.repeats)
+        losses = {name: {row["step"]: row["loss"] for row in each.rows()} for name, each in programs.items()}
+    common = sorted(set.intersection(*map(set, losses.values())))
+    alike = {name: fmean(of[step] for step in common) for name, of in losses.items()}
+    for name in [name for name in programs if name != BARE]:
+        drift = abs(alike[name] / alike[BARE] - 1)
+        how = f"{job.line(*options)}; {'a step' if job.steps == 1 else f'{job.steps} steps'} of each in turn"
+        how += f"; loss to step {common[-1]}: {alike[name]:.3f}, bare {alike[BARE]:.3f}"
+        how += "" if drift < ALIKE else ": NOT alike"
         yield Row(f"{job.name} {mode}, step of {known[name]} / bare loop", "x", ratios(times, name, BARE), how)
 
 
 def _options(bench: Bench, job: Job, mode: str) -> list[str]:
+    steps = job.steps * (2 * (bench.repeats + 2) + SPARE)
     return [
         f"precision={mode}", f"device={bench.hardware.device.type}", "clip=norm", f"clip.max_norm={MAX_NORM:g}",
-        "schedule=constant", "schedule.warmup_steps=0", f"steps={job.steps}", f"eval_every={job.steps}",
-        "eval_samples=1", f"log_every={job.steps // 2}", "checkpoint=none",
+        "schedule=constant", "schedule.warmup_steps=0", f"steps={steps}", f"eval_every={steps}",
+        "eval_samples=1", f"log_every={job.steps}", "checkpoint=none",
     ]  # fmt: skip
 
 
@@ -136,7 +190,7 @@ def write_workload(bench: Bench, job: Job, options: Sequence[str], file: Path) -
     """Write model, initial weights, samples and numbers of a job for ``benchmarks/loops.py``."""
     trainer = Trainer.from_config(job.config(*options), bench.hardware)
     workload = Workload(trainer)
-    batch = workload.fetch(workload.order[: job.steps * workload.batch_size])
+    batch = workload.fetch(workload.order[: trainer.plan.steps * workload.batch_size])
     weights = {name.removeprefix("gpt2."): tensor for name, tensor in workload.weights.items()}
     samples: list[Tensor]
     if isinstance(trainer.recipe, ResNet):
@@ -146,28 +200,18 @@ def write_workload(bench: Bench, job: Job, options: Sequence[str], file: Path) -
     else:
         config = trainer.model.gpt2.config.to_diff_dict()  # type: ignore[union-attr, operator]
         samples = [batch["tokens"][:, :-1]]
-    numbers = {"lr": workload.lr, "batch_size": workload.batch_size}
+    numbers = {"lr": workload.lr, "batch_size": workload.batch_size, "every": job.steps}
     place = {"device": bench.hardware.device.type, "precision": trainer.config.precision.mode}
     torch.save(numbers | place | {"config": config, "weights": weights, "samples": samples}, file)
     return file
 
 
-def _train(job: Job, options: Sequence[str], folder: Path) -> dict[str, float]:
-    """Run the trainer's command; return seconds and loss of a step in its second half, as it logs their means."""
-    output = folder / f"run-{len(list(folder.iterdir()))}"
-    place = (f"output_dir={output}", "run_name=run", f"tracking.uri=sqlite:///{folder}/mlflow.db")
-    _run([sys.executable, str(PROJECT / "scripts/train.py"), *job.overrides, *options, *place])
-    rows = [json.loads(line) for line in (output / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    last = next(row for row in reversed(rows) if "step_time_s" in row)
-    return {"seconds": last["step_time_s"], "loss": last["loss"]}
-
-
-def _loop(name: str, file: Path, steps: int) -> dict[str, float]:
-    return dict(json.loads(_run([sys.executable, str(LOOPS), name, str(file), str(steps)]).splitlines()[-1]))
-
-
-def _run(command: list[str]) -> str:
-    ended = shell.run(command, errors_apart=True)
-    if ended.code:
-        raise RunError((ended.errors.strip().splitlines() or [f"exit code {ended.code}"])[-1])
-    return ended.output
+def _started(name: str, job: Job, options: Sequence[str], file: Path) -> Program:
+    """Start a program, which writes a line every ``job.steps`` steps."""
+    folder = file.parent
+    lines, errors = folder / f"{name}.jsonl", folder / f"{name}.err"
+    if name != MANTISSA:
+        return Program([sys.executable, str(LOOPS), name, str(file), str(lines)], lines, errors)
+    place = (f"output_dir={folder}", "run_name=run", f"tracking.uri=sqlite:///{folder}/mlflow.db")
+    command = [sys.executable, str(PROJECT / "scripts/train.py"), *job.overrides, *options, *place]
+    return Program(command, folder / "run/metrics.jsonl", errors)

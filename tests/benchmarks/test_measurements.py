@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,8 +136,9 @@ GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic"
 
 def test_the_programs_of_a_job_have_samples_for_every_step() -> None:
     for hardware in (CPU, Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))):
-        for job in peers.peers_jobs(Bench(hardware, 1, Path())):
-            plan = plan_of(job.config("precision=bf16", f"steps={job.steps}"), hardware)
+        bench = Bench(hardware, 1, Path())
+        for job in peers.peers_jobs(bench):
+            plan = plan_of(job.config(*peers._options(bench, job, "bf16")), hardware)
             assert plan.batching.accumulation == 1
             assert not isinstance(plan.config.loader, OnDeviceLoader), "it takes one batch again and again"
 
@@ -150,9 +153,10 @@ def test_the_programs_of_a_job_have_samples_for_every_step() -> None:
 def test_the_bare_program_trains_what_the_trainer_trains(overrides: tuple[str, ...], tmp_path: Path) -> None:
     """The first loss of the plain model, from the file that the frameworks are given, is the recipe's."""
     options = ("precision=fp32", "schedule=constant", "device=cpu")
-    job = Job("small", overrides, steps=2)
-    file = peers.write_workload(Bench(CPU, 1, tmp_path), job, options, tmp_path / "workload.pt")
-    workload = loops.Workload(file, job.steps)
+    job = Job("small", overrides)
+    file = peers.write_workload(Bench(CPU, 1, tmp_path), job, (*options, "steps=2"), tmp_path / "workload.pt")
+    workload = loops.Workload(file)
+    assert workload.steps == 2
     trainer = Trainer.from_config(job.config(*options), CPU)
     batch = next(trainer.batches())[0]
     ours = trainer.recipe.loss(trainer.model, batch).loss_sum / trainer.recipe.count_targets(batch)
@@ -165,10 +169,10 @@ def test_the_bare_program_trains_what_the_trainer_trains(overrides: tuple[str, .
 def test_the_bare_program_computes_in_the_precision_that_is_asked_for_and_clips(
     precision: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    bench, job = Bench(CPU, 1, tmp_path), Job("small", (*GPT2, "batch_size=4"), steps=4)
+    bench, job = Bench(CPU, 1, tmp_path), Job("small", (*GPT2, "batch_size=4"), steps=2)
     file = peers.write_workload(bench, job, peers._options(bench, job, precision), tmp_path / "workload.pt")
-    workload = loops.Workload(file, job.steps)
-    meter, logits, norms = loops.Meter(workload), [], []
+    workload = loops.Workload(file)
+    written, logits, norms = StringIO(), [], []
     workload.model.plain.lm_head.register_forward_hook(lambda *given: logits.append(given[-1].dtype))
 
     def see(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -177,38 +181,77 @@ def test_the_bare_program_computes_in_the_precision_that_is_asked_for_and_clips(
 
     handle = register_optimizer_step_pre_hook(see)
     try:
-        loops.LOOPS["bare"](workload, meter)
+        loops.LOOPS["bare"](workload, loops.Meter(workload, written))
     finally:
         handle.remove()
-    assert logits == [dtype] * job.steps
-    assert norms == pytest.approx([MAX_NORM] * job.steps, rel=1e-4)  # those of new weights are larger
-    assert meter.result()["loss"] > 0
+    assert logits == [dtype] * workload.steps
+    assert norms == pytest.approx([MAX_NORM] * workload.steps, rel=1e-4)  # those of new weights are larger
+    lines = [json.loads(line) for line in written.getvalue().splitlines()]
+    assert [line["step"] for line in lines] == list(range(2, workload.steps + 1, 2))
+    assert all(line["loss"] > 0 for line in lines)
+
+
+PROGRAM = """
+import json, sys, time
+for step in range(1, 1_000_000):
+    with open(sys.argv[1], "a") as lines:
+        print(json.dumps({"step": step, "step_time_s": step, "loss": 1.0}), file=lines)
+    time.sleep(0.001)
+"""
+
+
+def test_a_program_stands_still_until_its_turn_and_its_pause_is_not_timed(tmp_path: Path) -> None:
+    lines, errors = tmp_path / "lines.jsonl", tmp_path / "errors"
+    program = peers.Program([sys.executable, "-c", PROGRAM, str(lines)], lines, errors)
+    state = Path(f"/proc/{program.process.pid}/stat")
+    try:
+        assert program.turn() == 2
+        for _ in range(3):
+            while state.read_text().rpartition(")")[2].split()[0] != "T":
+                pass
+            known = len(program.rows())
+            assert program.turn() == known + 2  # in the first line is the pause
+    finally:
+        program.close()
+    with pytest.raises(RunError, match="no such device"):
+        peers.Program([sys.executable, "-c", "exit('no such device')"], lines, errors).turn()
 
 
 def test_programs_take_turns_and_one_that_trains_otherwise_or_fails_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     turns: list[str] = []
+    seconds, losses = {"bare": 2.0, "other": 3.0, "Mantissa": 1.0}, {"bare": 1.0, "other": 1.1, "Mantissa": 1.001}
 
-    def program(name: str, *given: object) -> dict[str, float]:
-        turns.append(name)
-        if name == "broken":
-            raise RunError("no such device")
-        return {"seconds": {"bare": 2.0, "other": 3.0}[name], "loss": {"bare": 1.0, "other": 1.1}[name]}
+    class Made:
+        def __init__(self, name: str, *_: object) -> None:
+            self.name = name
+
+        def turn(self) -> float:
+            turns.append(self.name)
+            if self.name == "broken":
+                raise RunError("no such device")
+            return seconds[self.name]
+
+        def rows(self) -> list[dict[str, float]]:
+            return [{"step": step, "loss": losses[self.name]} for step in range(turns.count(self.name))]
+
+        def close(self) -> None:
+            turns.append(f"{self.name} ends")
 
     monkeypatch.setattr(peers, "write_workload", lambda *given: tmp_path / "workload.pt")
-    monkeypatch.setattr(peers, "_loop", program)
-    monkeypatch.setattr(peers, "_train", lambda *given: turns.append("trainer") or {"seconds": 1.0, "loss": 1.001})
+    monkeypatch.setattr(peers, "_started", Made)
     made = [peers.Framework(name, ("torch",)) for name in ("other", "broken")]
     made.append(peers.Framework("absent", ("a-package-that-nobody-has",)))
-    rows = {row.name: row for row in peers.peers(Bench(CPU, 2, tmp_path), [SMALL], made) if " fp32, " in row.name}
+    rows = {row.name: row for row in peers.side_by_side(Bench(CPU, 2, tmp_path), SMALL, "fp32", made)}
     known = version("torch")
     assert {name.partition("step of ")[2]: row.values for name, row in rows.items()} == {
         f"broken {known} / bare loop": [],
         "Mantissa / bare loop": [0.5, 0.5],
         f"other {known} / bare loop": [1.5, 1.5],
     }
-    assert turns[-6:] == ["trainer", "bare", "other", "other", "bare", "trainer"]
+    assert turns[4:13] == ["Mantissa", "bare", "other", "other", "bare", "Mantissa", "Mantissa", "bare", "other"]
+    assert sorted(turns[13:]) == ["Mantissa ends", "bare ends", "broken ends", "other ends"]
     assert "NOT alike" in rows[f"small fp32, step of other {known} / bare loop"].measured
     assert "NOT" not in rows["small fp32, step of Mantissa / bare loop"].measured
     assert "absent: a-package-that-nobody-has is not installed" in capsys.readouterr().out
