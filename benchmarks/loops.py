@@ -38,9 +38,9 @@ class Workload:
         self.model = _Model(given["config"])
         self.model.plain.load_state_dict(given["weights"])
 
-    def loader(self, **options: Any) -> DataLoader[Any]:
+    def loader(self) -> DataLoader[Any]:
         """Return the batches in their order."""
-        return DataLoader(self.dataset, self.batch_size, drop_last=True, **options)
+        return DataLoader(self.dataset, self.batch_size, drop_last=True)
 
 
 class _Model(nn.Module):

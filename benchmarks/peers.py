@@ -8,6 +8,7 @@ are ``benchmarks/loops.py``, which imports nothing of this project.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.jobs import MAX_NORM, Job, Workload, gpt2_job
+from benchmarks.jobs import MAX_NORM, Job, Workload
 from benchmarks.rows import Bench, Row, interleave, ratios
 from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD
 from recipes.resnet import ResNet
@@ -36,6 +37,7 @@ from trainer.trainer import Trainer
 
 LOOPS = PROJECT / "benchmarks/loops.py"
 MANTISSA, BARE = "Mantissa", "bare"
+PR_SET_PDEATHSIG = 1  # see prctl(2)
 SPARE = 4
 """Lines more than are timed, so that no program ends before its last turn does."""
 ALIKE = 0.02
@@ -80,8 +82,17 @@ class Program:
 
     def __init__(self, command: Sequence[str], lines: Path, errors: Path) -> None:
         self.lines, self.errors = lines, errors
+        device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # transformers would take all
         with errors.open("wb") as file:
-            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file, start_new_session=True)
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=file,
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": device},
+                process_group=0,
+                preexec_fn=_end_with_parent,  # else it would stand still for ever
+            )
 
     def turn(self) -> float:
         """Let it train for two lines, and return the ``step_time_s`` of the second: the pause is in that of the first.
@@ -94,8 +105,9 @@ class Program:
         while len(rows := self.rows()) < end:
             if self.process.poll() is not None:
                 lines = self.errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-                raise RunError((lines or [f"exit code {self.process.returncode}"])[-1])
-            time.sleep(0.01)
+                last = (lines or [f"exit code {self.process.returncode}"])[-1]
+                raise RunError(f"{self.errors.stem}: {last}")
+            time.sleep(0.05)
         self._signal(signal.SIGSTOP)
         return float(rows[end - 1]["step_time_s"])
 
@@ -106,13 +118,17 @@ class Program:
         return [row for row in map(json.loads, whole) if {"step", "step_time_s", "loss"} <= set(row)]
 
     def close(self) -> None:
-        """Kill it."""
+        """Kill all of the group."""
         self._signal(signal.SIGKILL)
         self.process.wait()
 
     def _signal(self, number: int) -> None:
-        if self.process.poll() is None:
+        with suppress(ProcessLookupError):  # all have ended
             os.killpg(self.process.pid, number)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def peers_jobs(bench: Bench) -> tuple[Job, ...]:
@@ -120,8 +136,9 @@ def peers_jobs(bench: Bench) -> tuple[Job, ...]:
 
     There, loading images would be the limit of the others, which read them in the process that trains.
     """
-    if bench.hardware.is_gpu:
-        return (gpt2_job(bench.hardware),)
+    if bench.hardware.is_gpu:  # all five programs are in its memory at once
+        overrides = ("recipe=gpt2", "recipe.size=124M", "data=synthetic", "batch_size=4")
+        return (Job("gpt2 124M 4 x 1024", overrides, steps=50),)
     language = ("recipe=gpt2", "recipe.size=mini", "data=synthetic", "data.vocab_size=4096")
     vision = ("recipe=resnet", "recipe.arch=resnet50", "data=synthetic", "batch_size=16")
     return (
@@ -131,10 +148,10 @@ def peers_jobs(bench: Bench) -> tuple[Job, ...]:
     )
 
 
-def peers(bench: Bench, jobs: Sequence[Job] = (), frameworks: Sequence[Framework] = FRAMEWORKS) -> Iterator[Row]:
+def peers(bench: Bench) -> Iterator[Row]:
     """Measure a step of each framework and of the trainer over one of a bare loop."""
-    for job, mode in product(jobs or peers_jobs(bench), dict.fromkeys((bench.mode, "fp32"))):
-        yield from side_by_side(bench, job, mode, frameworks)
+    for job, mode in product(peers_jobs(bench), dict.fromkeys((bench.mode, "fp32"))):
+        yield from side_by_side(bench, job, mode, FRAMEWORKS)
 
 
 def side_by_side(bench: Bench, job: Job, mode: str, frameworks: Sequence[Framework]) -> Iterator[Row]:
@@ -171,10 +188,12 @@ def side_by_side(bench: Bench, job: Job, mode: str, frameworks: Sequence[Framewo
     alike = {name: fmean(of[step] for step in common) for name, of in losses.items()}
     for name in [name for name in programs if name != BARE]:
         drift = abs(alike[name] / alike[BARE] - 1)
-        how = f"{job.line(*options)}; {'a step' if job.steps == 1 else f'{job.steps} steps'} of each in turn"
+        how = f"{job.line(*options)}; turns of {2 * job.steps} steps, the second half timed"
         how += f"; loss to step {common[-1]}: {alike[name]:.3f}, bare {alike[BARE]:.3f}"
-        how += "" if drift < ALIKE else ": NOT alike"
-        yield Row(f"{job.name} {mode}, step of {known[name]} / bare loop", "x", ratios(times, name, BARE), how)
+        values = ratios(times, name, BARE)
+        if drift >= ALIKE:
+            how, values = f"{how}: NOT alike", []
+        yield Row(f"{job.name} {mode}, step of {known[name]} / bare loop", "x", values, how)
 
 
 def _options(bench: Bench, job: Job, mode: str) -> list[str]:
@@ -190,7 +209,7 @@ def write_workload(bench: Bench, job: Job, options: Sequence[str], file: Path) -
     """Write model, initial weights, samples and numbers of a job for ``benchmarks/loops.py``."""
     trainer = Trainer.from_config(job.config(*options), bench.hardware)
     workload = Workload(trainer)
-    batch = workload.fetch(workload.order[: trainer.plan.steps * workload.batch_size])
+    batch = workload.fetch(trainer.order.samples(0, trainer.plan.steps * workload.batch_size))
     weights = {name.removeprefix("gpt2."): tensor for name, tensor in workload.weights.items()}
     samples: list[Tensor]
     if isinstance(trainer.recipe, ResNet):

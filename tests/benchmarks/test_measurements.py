@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
 from io import StringIO
@@ -22,11 +26,13 @@ from benchmarks import nanogpt as nanogpt_module
 from benchmarks.jobs import BIGNET, MAX_NORM, TINY_MLP, BareLoop, Job, gpt2_job, resnet_job, shakespeare
 from benchmarks.nanogpt import AGAIN, BLOCKS, DEFAULT, PLAIN, PlainLoop, PlainShape, _plain, nanogpt_steps
 from benchmarks.rows import Bench, Row
+from tests import forks
 from trainer.config.compose import compose
 from trainer.config.options import run
 from trainer.config.settle import plan_of
 from trainer.data.loader import OnDeviceLoader
 from trainer.errors import RunError
+from trainer.files import PROJECT
 from trainer.hardware import Hardware, detect
 from trainer.parallel.compile import Compile
 from trainer.trainer import Trainer
@@ -152,11 +158,11 @@ def test_the_programs_of_a_job_have_samples_for_every_step() -> None:
 )
 def test_the_bare_program_trains_what_the_trainer_trains(overrides: tuple[str, ...], tmp_path: Path) -> None:
     """The first loss of the plain model, from the file that the frameworks are given, is the recipe's."""
-    options = ("precision=fp32", "schedule=constant", "device=cpu")
+    options = ("precision=fp32", "schedule=constant", "device=cpu", "steps=5", "data.samples=12")  # over epochs
     job = Job("small", overrides)
-    file = peers.write_workload(Bench(CPU, 1, tmp_path), job, (*options, "steps=2"), tmp_path / "workload.pt")
+    file = peers.write_workload(Bench(CPU, 1, tmp_path), job, options, tmp_path / "workload.pt")
     workload = loops.Workload(file)
-    assert workload.steps == 2
+    assert workload.steps == 5
     trainer = Trainer.from_config(job.config(*options), CPU)
     batch = next(trainer.batches())[0]
     ours = trainer.recipe.loss(trainer.model, batch).loss_sum / trainer.recipe.count_targets(batch)
@@ -205,16 +211,32 @@ def test_a_program_stands_still_until_its_turn_and_its_pause_is_not_timed(tmp_pa
     program = peers.Program([sys.executable, "-c", PROGRAM, str(lines)], lines, errors)
     state = Path(f"/proc/{program.process.pid}/stat")
     try:
-        assert program.turn() == 2
+        program.turn()
         for _ in range(3):
             while state.read_text().rpartition(")")[2].split()[0] != "T":
-                pass
+                assert len(program.rows()) < 100_000
             known = len(program.rows())
             assert program.turn() == known + 2  # in the first line is the pause
     finally:
         program.close()
-    with pytest.raises(RunError, match="no such device"):
+    assert program.process.returncode == -signal.SIGKILL
+    with pytest.raises(RunError, match="errors: no such device"):
         peers.Program([sys.executable, "-c", "exit('no such device')"], lines, errors).turn()
+
+
+def test_a_bench_that_is_killed_leaves_no_program_standing(tmp_path: Path) -> None:
+    bench = f"""
+from benchmarks.peers import *
+lines = Path({str(tmp_path / "lines.jsonl")!r})
+program = Program([sys.executable, "-c", {PROGRAM!r}, str(lines)], lines, lines.with_suffix(".err"))
+program.turn()
+print(program.process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    killed = forks.run([sys.executable, "-c", bench], cwd=PROJECT, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    with suppress(ProcessLookupError):  # it has ended
+        assert select.select([os.pidfd_open(int(killed.stdout))], [], [], 60)[0]
 
 
 def test_programs_take_turns_and_one_that_trains_otherwise_or_fails_is_named(
@@ -248,8 +270,9 @@ def test_programs_take_turns_and_one_that_trains_otherwise_or_fails_is_named(
     assert {name.partition("step of ")[2]: row.values for name, row in rows.items()} == {
         f"broken {known} / bare loop": [],
         "Mantissa / bare loop": [0.5, 0.5],
-        f"other {known} / bare loop": [1.5, 1.5],
+        f"other {known} / bare loop": [],
     }
+    assert {peers.BARE, *(framework.name for framework in peers.FRAMEWORKS)} == set(loops.LOOPS)
     assert turns[4:13] == ["Mantissa", "bare", "other", "other", "bare", "Mantissa", "Mantissa", "bare", "other"]
     assert sorted(turns[13:]) == ["Mantissa ends", "bare ends", "broken ends", "other ends"]
     assert "NOT alike" in rows[f"small fp32, step of other {known} / bare loop"].measured
