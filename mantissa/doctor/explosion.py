@@ -138,7 +138,7 @@ def _factors(step: Step, grows: bool) -> Iterator[Finding]:
     if small and largest < factor * step.eps:  # a factor in a line is not the reason, or not the only one
         factor, line, cure = largest, "", f"multiply the loss by {1 / largest:.1g}, or a much lower eps"
         detail = f"if the loss is multiplied by {1 / largest:.1g}: its largest gradient is below eps = {step.eps:g}"
-    if small or (grows and factor >= _FACTOR):
+    if small or (grows and _FACTOR <= factor < math.inf):
         kind = UNDERFLOW if small and largest < _TINY * step.eps else SCALE
         yield _cause(kind, detail, _cure(cure, step.with_loss_times(1 / factor)), line=line)
 

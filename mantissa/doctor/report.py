@@ -55,7 +55,7 @@ def lines(diagnosis: Diagnosis) -> list[str]:
     text += [f"note: {note}" for note in diagnosis.notes]
     text += [f"left out: {item}" for item in diagnosis.budget.left_out]
     if diagnosis.not_asked and diagnosis.not_made:  # a choice of the user's
-        text.append(f"not made, as it says nothing new of this step: {', '.join(diagnosis.not_made)}")
+        text.append(f"checks not made after such a finding: {', '.join(diagnosis.not_made)}")
 
     # The verdict, where it is not clear from the faults.
     if diagnosis.verdict in (HEALTHY, INCOMPLETE):

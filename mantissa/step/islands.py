@@ -62,7 +62,8 @@ def keep_fp32(
     """
     names, known = names_in("names", names), [name for name, _ in model.named_modules(remove_duplicate=False)]
     for name in set(names) - set(known):
-        raise UsageError(f"the model has no submodule {name!r}{nearest(name, known)}; it has {shortened(known[1:])}")
+        has = shortened(known[1:]) or "none"
+        raise UsageError(f"the model has no submodule {name!r}{nearest(name, known)}; it has {has}")
     if not device_type:
         device_type = next(model.parameters()).device.type
         dtypes = (weight.dtype for weight in model.parameters())

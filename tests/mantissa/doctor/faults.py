@@ -687,6 +687,14 @@ FAULTS = {
         batches=lambda: with_value(regression(), 2, float("nan")),
         cure="leave out sample 5",
     ),
+    "the factor of the loss is infinite": Fault(
+        INPUT,
+        "batch['weight']",
+        "bf16",
+        batches=lambda: [batch | {"weight": torch.tensor(float("inf"))} for batch in regression()],
+        loss=lambda model, batch: error(model, batch) * batch["weight"],
+        cure="finite values in batch['weight']",
+    ),
     "a buffer is infinite": Fault(
         INPUT, "gain", "bf16", lambda: infinite_buffer("gain"), line="own.get_buffer", cure="finite values in gain"
     ),
