@@ -280,7 +280,8 @@ def show_end(
         terminal.note(*((profile,) if "\n" in profile else (f"  {profile}", "dim")))
     terminal.note()
     for number, (what, about_it) in enumerate(following):
-        terminal.note(Text.assemble((f"{what:<26}", "" if number else "bold"), f"  {about_it}" if about_it else ""))
+        line = f"{what:<26}" if about_it else what
+        terminal.note(Text.assemble((line, "" if number else "bold"), f"  {about_it}" if about_it else ""))
 
 
 def following(config: Config, datasets: Any, folder: Path, mlflow: str) -> list[tuple[str, str]]:

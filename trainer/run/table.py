@@ -50,11 +50,12 @@ class Table:
         if self._widths and self._line:
             self.row(step)
         else:  # nothing new for a row, or no evaluation has said yet which columns there are
-            self._terminal.note(f"  {self._text(step)}")
+            self._terminal.note(f"  {self._text(step, loss=bool(metrics))}")
             self._shown = time.perf_counter()
 
-    def _text(self, step: int) -> str:
+    def _text(self, step: int, loss: bool = True) -> str:
         known = self._cells(step, self._latest, {})
+        known["loss"] *= loss  # a line is of its step, and the last logged loss perhaps of another
         rate, eta = f"{known[self._rate]} {self._rate}", f"eta {known['eta']}"
         shown = {"loss": f"loss {known['loss']}", self._rate: rate, "eta": eta}
         return "  ".join([f"{step}/{self._plan.steps}", *(text for name, text in shown.items() if known[name])])

@@ -127,6 +127,7 @@ def test_a_file_gets_a_sign_of_life_and_a_terminal_the_bar(monkeypatch: pytest.M
     shown = [line.split()[0] for line in lines(file) if line]
     # More often where the log has a new line; the one heading of the file has the columns of an evaluation.
     assert shown == ["7/300", "14/300", "20/300", "step", "25", "30", "37/300"]
+    assert [line.split()[0] for line in lines(file) if "loss 2.5" in line] == ["20/300"]  # not that of another step
     assert "39/300  loss 2.5000  12.3k tok/s  eta 0:39" in terminal.getvalue()
     assert "step" not in terminal.getvalue()
     in_place._terminal.end_progress()
