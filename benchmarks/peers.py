@@ -8,7 +8,6 @@ are ``benchmarks/loops.py``, which imports nothing of this project.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -37,7 +36,13 @@ from trainer.trainer import Trainer
 
 LOOPS = PROJECT / "benchmarks/loops.py"
 MANTISSA, BARE = "Mantissa", "bare"
+ENDS_WITH_PARENT = """
+import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1  # see prctl(2)
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""Becomes a command that the kernel kills where its parent is killed; else it would stand still for ever."""
 SPARE = 4
 """Lines more than are timed, so that no program ends before its last turn does."""
 ALIKE = 0.02
@@ -75,7 +80,7 @@ class Program:
     """A training in a process group of its own, which stands still until its turn.
 
     Args:
-        command: what starts it.
+        command: what starts it; the first word is the path of a program.
         lines: JSONL that it appends to; those that count have ``step``, ``step_time_s`` and ``loss``.
         errors: file for what it prints as errors.
     """
@@ -85,13 +90,12 @@ class Program:
         device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # transformers would take all
         with errors.open("wb") as file:
             self.process = subprocess.Popen(
-                command,
+                [sys.executable, "-c", ENDS_WITH_PARENT, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=file,
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": device},
                 process_group=0,
-                preexec_fn=_end_with_parent,  # else it would stand still for ever
             )
 
     def turn(self) -> float:
@@ -125,10 +129,6 @@ class Program:
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):  # all have ended
             os.killpg(self.process.pid, number)
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def peers_jobs(bench: Bench) -> tuple[Job, ...]:
