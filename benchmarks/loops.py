@@ -1,8 +1,8 @@
 """One training by another framework, in a process of its own: ``python benchmarks/loops.py NAME WORKLOAD LINES``.
 
-Each function is the loop that the framework's documentation shows first, with its defaults: torch's AMP tutorial,
-accelerate's quick tour, transformers' and Lightning's Trainer. Nothing of this project is imported. The file
-LINES gets JSON with ``step``, and the means of ``step_time_s`` and ``loss`` over the steps since the last line.
+Each function is the loop that the framework's documentation shows first, changed only so that all train alike: torch's
+AMP tutorial, accelerate's quick tour, transformers' and Lightning's Trainer. Nothing of this project is imported. The
+file LINES gets JSON with ``step``, and the means of ``step_time_s`` and ``loss`` over the steps since the last line.
 """
 
 from __future__ import annotations
